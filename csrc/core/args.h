@@ -1,0 +1,106 @@
+// What a kernel is asked to do: raw pointers and sizes, decoded and checked once (csrc/ffi), then handed to the
+// host kernel (csrc/cpu) or the CUDA launcher (csrc/kernels). No XLA and no CUDA types here.
+//
+// A null pointer means that the result was not asked for. Shapes are flattened: `rows` is the product of the
+// leading dimensions, `cols` the last one.
+#ifndef TE_JAX_CORE_ARGS_H_
+#define TE_JAX_CORE_ARGS_H_
+
+#include <cstdint>
+
+namespace te_jax {
+
+enum class DType : int32_t { kF32, kBF16, kF16, kE4M3, kE5M2 };
+
+// Results of a pass that can quantize y [rows, cols] (te_jax/primitives/spec.py, QuantizingSpec).
+struct QuantizedOut {
+  DType format = DType::kE4M3;     // kE4M3 or kE5M2
+  const float* scale = nullptr;    // [1] in: > 0 use it; 0 derive it from this tensor's amax; NaN gives NaN data
+  void* hp = nullptr;              // [rows, cols] out, the dtype of the first operand
+  void* data = nullptr;            // [rows, cols] out, FP8
+  void* data_t = nullptr;          // [cols, rows] out, FP8
+  float* scale_used = nullptr;     // [1] out
+  float* scale_inv = nullptr;      // [1] out
+  float* amax = nullptr;           // [1] out
+  float* dbias = nullptr;          // [cols] out
+  int32_t margin = 0;
+  bool power_of_two = false;
+  bool if_unseeded = false;
+};
+
+struct QuantizeArgs {
+  int64_t rows = 0, cols = 0;
+  DType x_dtype = DType::kBF16;
+  const void* x = nullptr;  // [rows, cols]
+  QuantizedOut out;
+};
+
+enum class NormKind : int32_t { kRMSNorm, kLayerNorm };
+
+struct NormArgs {
+  int64_t rows = 0, cols = 0;
+  NormKind kind = NormKind::kRMSNorm;
+  float epsilon = 1e-6f;
+  bool zero_centered_gamma = false;
+  DType x_dtype = DType::kBF16;
+  DType param_dtype = DType::kF32;
+  const void* x = nullptr;      // [rows, cols]
+  const void* gamma = nullptr;  // [cols]
+  const void* beta = nullptr;   // [cols], LayerNorm only
+  float* mean = nullptr;        // [rows] out, LayerNorm only
+  float* rstd = nullptr;        // [rows] out
+  QuantizedOut out;
+};
+
+enum class ActivationKind : int32_t { kGELU, kSiLU, kReLU, kGEGLU, kSwiGLU };
+constexpr bool IsGated(ActivationKind kind) { return kind == ActivationKind::kGEGLU || kind == ActivationKind::kSwiGLU; }
+
+struct ActivationArgs {
+  int64_t rows = 0, cols = 0;  // of the result; x is [rows, 2 * cols] when gated
+  ActivationKind kind = ActivationKind::kSiLU;
+  DType x_dtype = DType::kBF16;
+  const void* x = nullptr;
+  QuantizedOut out;
+};
+
+struct ActivationGradArgs {
+  int64_t rows = 0, cols = 0;  // of dy; x and the result are [rows, 2 * cols] when gated
+  ActivationKind kind = ActivationKind::kSiLU;
+  DType x_dtype = DType::kBF16;  // of dy, x and the result
+  const void* dy = nullptr;
+  const void* x = nullptr;
+  QuantizedOut out;
+};
+
+struct DequantizeArgs {
+  int64_t size = 0;
+  DType in_dtype = DType::kE4M3;
+  DType out_dtype = DType::kBF16;
+  const void* data = nullptr;
+  const float* scale_inv = nullptr;  // [1]
+  void* out = nullptr;
+};
+
+// out [m, n] = alpha * lhs_scale_inv * rhs_scale_inv * (lhs . rhs) + beta * c + bias, row major.
+// lhs is [m, k] (or [k, m] if lhs_contract_first), rhs [n, k] (or [k, n] if rhs_contract_first).
+struct GemmArgs {
+  int64_t m = 0, n = 0, k = 0;
+  DType lhs_dtype = DType::kE4M3, rhs_dtype = DType::kE4M3, out_dtype = DType::kBF16;
+  DType bias_dtype = DType::kBF16, c_dtype = DType::kBF16;
+  bool lhs_contract_first = false, rhs_contract_first = false;
+  bool fast_accumulation = false;
+  float alpha = 1.0f, beta = 0.0f;
+  const void* lhs = nullptr;
+  const void* rhs = nullptr;
+  const float* lhs_scale_inv = nullptr;  // [1], FP8 only
+  const float* rhs_scale_inv = nullptr;  // [1], FP8 only
+  const void* bias = nullptr;            // [n]
+  const void* c = nullptr;               // [m, n]; may be equal to out
+  const float* out_scale = nullptr;      // [1], FP8 output only
+  void* out = nullptr;                   // [m, n]
+  float* amax = nullptr;                 // [1] out, FP8 output only
+};
+
+}  // namespace te_jax
+
+#endif  // TE_JAX_CORE_ARGS_H_

@@ -1,0 +1,133 @@
+"""The static choices of every primitive, one frozen dataclass each.
+
+A spec travels whole: it is the only parameter of the JAX primitive, the only attribute of the custom call
+(a dictionary, decoded into the struct of the same name in ``csrc/ffi/attrs.h``) and the argument of the jnp
+reference. Operands and results that a spec does not ask for do not exist; none is passed as a placeholder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+ACTIVATIONS = ("gelu", "silu", "relu")
+GATED_ACTIVATIONS = ("geglu", "swiglu")
+NORMS = ("rmsnorm", "layernorm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """Base of all specs: knows how to become the dictionary attribute of a custom call."""
+
+    def attributes(self) -> dict[str, object]:
+        """The dictionary attribute: floats as float32, integers as int64, as the C++ structs declare them."""
+        out: dict[str, object] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or isinstance(value, str):
+                out[field.name] = value
+            elif isinstance(value, int):
+                out[field.name] = np.int64(value)
+            elif isinstance(value, float):
+                out[field.name] = np.float32(value)
+            else:
+                raise TypeError(f"{type(self).__name__}.{field.name}: expected bool, str, int or float, got {value!r}")
+        return out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizingSpec(Spec):
+    """What one pass that can quantize writes. Shared by quantize, norm, activation and activation_grad.
+
+    The tensor that is quantized is called y: [*lead, C], in the dtype of the first operand (a value computed in
+    fp32 is rounded to it before it is quantized and before its amax is taken, so that fusing changes nothing).
+
+    Results, in this order, each only if wanted:
+      hp        [*lead, C], high precision
+      data      [*lead, C], FP8
+      data_t    [C, *lead], FP8: the same values, transposed
+      scale     f32[]: the scale that was used; with ``data`` or ``data_t``
+      scale_inv f32[]: 1 / scale; with ``data`` or ``data_t``
+      amax      f32[]: max |y|; NaN if y holds a NaN
+      dbias     f32[C]: sum of y over lead, fp32
+    """
+
+    format: str  # "e4m3" or "e5m2"
+    hp: bool = False
+    data: bool = True
+    data_t: bool = False
+    amax: bool = False
+    dbias: bool = False
+    margin: int = 0  # a scale seeded from amax is divided by 2**margin
+    power_of_two: bool = False  # a scale seeded from amax is floored to a power of two
+    if_unseeded: bool = False  # amax only where the scale operand is 0, otherwise 0 without reading y
+
+    @property
+    def quantizes(self) -> bool:
+        return self.data or self.data_t
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizeSpec(QuantizingSpec):
+    """``quantize(x [*lead, C], scale f32[])``. ``hp`` is not allowed (it would be x)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormSpec(QuantizingSpec):
+    """``norm(x [*lead, C], gamma [C], [beta [C] for layernorm], scale f32[])``.
+
+    After the common results: ``mean f32[*lead]`` (layernorm only) and ``rstd f32[*lead]``, if ``stats``.
+    """
+
+    kind: str = "rmsnorm"
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False  # multiply by 1 + gamma
+    stats: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivationSpec(QuantizingSpec):
+    """``activation(x, scale f32[])``: x [*lead, C], or [*lead, 2C] for a gated kind: act(x[:C]) * x[C:]."""
+
+    kind: str = "silu"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivationGradSpec(QuantizingSpec):
+    """``activation_grad(dy [*lead, F], x, scale f32[])``: the cotangent of x, in x's shape (C = F or 2F)."""
+
+    kind: str = "silu"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DequantizeSpec(Spec):
+    """``dequantize(data, scale_inv f32[])``: float32(data) * scale_inv, rounded to ``out_dtype``."""
+
+    out_dtype: str = "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmSpec(Spec):
+    """out [*L, *R] = alpha * (lhs [*L, *C] . rhs [*R, *C]) * lhs_scale_inv * rhs_scale_inv + beta * c + bias.
+
+    Both operands have their ``contract_dims`` contracted dimensions last (K-major, the layout Hopper's FP8 GEMM
+    takes), unless ``lhs_contract_first``/``rhs_contract_first`` (not for FP8) says that they come first.
+
+    Operands, in this order: lhs, rhs, [lhs_scale_inv f32[], rhs_scale_inv f32[]] if ``fp8``,
+    [bias [*R]] if ``bias``, [c [*L, *R]] if ``beta`` != 0, [out_scale f32[]] if out_dtype is FP8.
+    Results: out, [amax f32[]] if ``amax`` (FP8 output only: max |out| before the output scale).
+    ``in_place`` aliases c with out.
+    """
+
+    fp8: bool = True
+    contract_dims: int = 1
+    lhs_contract_first: bool = False
+    rhs_contract_first: bool = False
+    out_dtype: str = "bfloat16"  # bfloat16, float32, float8_e4m3fn or float8_e5m2
+    bias: bool = False
+    alpha: float = 1.0
+    beta: float = 0.0
+    in_place: bool = False
+    amax: bool = False
+    fast_accumulation: bool = False
