@@ -42,7 +42,7 @@ from te_jax.recipe import BlockScaling, Recipe
 class BasicLinear(Op):
     """y = x w. Parameter ``kernel`` [K, features].
 
-    ``out_sharding``: on an Explicit mesh, the mesh axis (or axes) of the result's last dimension; default: the kernel's.
+    ``out_sharding``: a PartitionSpec for the result, on an Auto or Explicit mesh; default: what x and kernel imply.
     """
 
     features: int
@@ -65,10 +65,6 @@ class BasicLinear(Op):
 
     def out_type(self, x: TensorType) -> TensorType:
         return TensorType((*x.shape[:-1], self.features), x.dtype)
-
-    def out_spec(self, x_spec: tuple, param_specs) -> tuple:
-        last = self.out_sharding if self.out_sharding is not None else param_specs["kernel"][-1]
-        return (*x_spec[:-1], last)
 
     def forward(self, ctx: ForwardContext, x: Array | QTensor) -> Array:
         return forward(ctx, x)
@@ -153,8 +149,7 @@ def forward(ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, 
     info, kernel = ctx.info, ctx.params["kernel"]
     if not info.quantized:
         assert not isinstance(x, QTensor) and bias is None and c is None
-        ctx.saved = x
-        return lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
+        return _high_precision_forward(ctx, x)
     if isinstance(info.recipe, BlockScaling):
         assert not isinstance(x, QTensor) and bias is None and c is None
         return block_forward(ctx, x)
@@ -218,11 +213,31 @@ def gemm_dtype(dtype: Any) -> str:
     return "bfloat16" if jnp.dtype(dtype) == jnp.bfloat16 else "float32"
 
 
+def _high_precision_forward(ctx: ForwardContext, x: Array) -> Array:
+    """y [*lead, N] by XLA's dot, as flax.linen.Dense has it."""
+    kernel = ctx.params["kernel"].astype(x.dtype)
+    ctx.saved = x
+    out = (*mesh.spec_entries(x)[:-1], mesh.spec_entries(kernel)[-1])
+    dims = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(x, kernel, dims, out_sharding=mesh.explicit_sharding(out, x, kernel))
+
+
 def _high_precision_backward(ctx: BackwardContext, dy: Array) -> Array:
     x, kernel = ctx.saved, ctx.params["kernel"]
     lead = tuple(range(x.ndim - 1))
-    dx = lax.dot_general(dy, kernel.astype(x.dtype), (((dy.ndim - 1,), (1,)), ((), ())))
-    dw = lax.dot_general(x, dy, ((lead, lead), ((), ())), preferred_element_type=kernel.dtype)
+    dx = lax.dot_general(
+        dy,
+        kernel.astype(x.dtype),
+        (((dy.ndim - 1,), (1,)), ((), ())),
+        out_sharding=mesh.explicit_sharding(mesh.spec_entries(x), x, dy),
+    )
+    dw = lax.dot_general(
+        x,
+        dy,
+        ((lead, lead), ((), ())),
+        preferred_element_type=kernel.dtype,
+        out_sharding=mesh.explicit_sharding(mesh.spec_entries(kernel), x, dy),
+    )
     ctx.param_grads["kernel"] = dw.astype(kernel.dtype)
     return dx
 
