@@ -15,7 +15,7 @@ from jax import Array
 from te_jax.fusion.execute import Run, _scales, backward_contexts, forward_contexts
 from te_jax.fusion.fuser import Refusal
 from te_jax.ops.base import LinkInfo
-from te_jax.primitives import library, support
+from te_jax.primitives import TARGETS, library, support
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +135,8 @@ def _trace(fn, *avals) -> tuple[tuple[str, ...], Any]:
 def _custom_calls(jaxpr) -> list[str]:
     """The te_jax primitives that a jaxpr binds, those of inner jaxprs included."""
     calls = []
-    targets = support.targets()
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in targets:
+        if eqn.primitive.name in TARGETS:
             operands = [v.aval for v in eqn.invars]
             if support.why_not(eqn.params["spec"], *operands) is None:
                 calls.append(eqn.primitive.name)
