@@ -242,8 +242,7 @@ def _primitive(definition: Definition) -> compat.Primitive:
 
     @primitive.def_abstract_eval
     def abstract_eval(*avals, spec, custom_call):
-        varying = frozenset().union(*map(compat.varying_axes, avals))
-        return [compat.shaped_array(shape, dtype, varying) for shape, dtype in definition.results(spec, *avals)]
+        return [compat.shaped_array(shape, dtype, avals) for shape, dtype in definition.results(spec, *avals)]
 
     def batch(operands, dims, **params):
         in_batched = [d is not compat.not_mapped for d in dims]
