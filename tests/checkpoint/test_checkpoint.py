@@ -1,5 +1,6 @@
 """Checkpoints: what comes back is what was saved, bit for bit, or an error that names both sides."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -23,6 +24,11 @@ from te_jax.testing.compare import assert_trees_identical
 RECIPE = DelayedScaling(amax_history_len=4)
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def step_state(leaves, amax, recipe):
+    return state.write(state.read(leaves, np.float32(448), recipe), jnp.ones(3), amax, leaves)
+
+
 def training_state(seed=0, recipe=RECIPE):
     """(variables, optimizer state, extras) with leaves of many dtypes, and FP8 state that was in use."""
     rng = np.random.default_rng(seed)
@@ -39,8 +45,7 @@ def training_state(seed=0, recipe=RECIPE):
     if recipe is not None and recipe.stateful:
         leaves = state.init(3, recipe)
         for _ in range(3):
-            view = state.read(leaves, np.float32(448), recipe)
-            leaves = state.write(view, jnp.ones(3), jnp.asarray(rng.lognormal(size=3), jnp.float32), leaves)
+            leaves = step_state(leaves, jnp.asarray(rng.lognormal(size=3), jnp.float32), recipe)
         variables[state.COLLECTION] = {"mlp": leaves}
     opt_state = optax.adam(1e-3).init({"mlp": params["mlp"]})
     opt_state = jax.tree.map(lambda x: x + jnp.asarray(seed + 1, x.dtype), opt_state)

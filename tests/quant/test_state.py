@@ -313,6 +313,24 @@ def test_pmean_over_devices():
     assert not got.bad.any()
 
 
+def test_shard_map_over_devices():
+    """Inside a checked shard_map the state is invariant: read, written and reduced alike on all devices."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    spec = jax.sharding.PartitionSpec
+
+    def per_shard(leaves, x):
+        view = state.read(leaves, FP8_MAX, RECIPE)
+        amax = jax.lax.pmax(jnp.max(jnp.abs(x)), "data") * jnp.array([1.0, 0.5])
+        return state.write(view, seeded(view.scale, amax), amax, like=leaves)
+
+    step = jax.jit(jax.shard_map(per_shard, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec()))
+    leaves = state.init(2, RECIPE)
+    for factor in (1.0, 3.0):
+        leaves = step(leaves, factor * jnp.arange(16.0))
+    got = read(leaves, FP8_MAX, RECIPE)
+    np.testing.assert_array_equal(got.history[:, :2], [[45.0, 15.0], [22.5, 7.5]])
+
+
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_clip_by_global_norm(by_hand):
     """The clip is that of the parameters' gradients alone, bit for bit, and the state is read as if unclipped."""
