@@ -194,7 +194,10 @@ def _partitioned(call: CustomCall, spec: Spec, custom_call: bool) -> Callable[..
         partition=functools.partial(_partition, call.definition, spec, bind),
         sharding_rule=lambda mesh, operands, results: _shardy_rule(call.definition, spec, operands),
     )
-    batched = custom_vmap(lambda *operands: function(*operands))
+
+    @custom_vmap
+    def batched(*operands):
+        return function(*_refuse_export(operands))
 
     @batched.def_vmap
     def loop(axis_size, in_batched, *operands):
@@ -202,6 +205,31 @@ def _partitioned(call: CustomCall, spec: Spec, custom_call: bool) -> Callable[..
         return tuple(outs), (True,) * len(outs)
 
     return batched
+
+
+def _refuse_export(operands: tuple) -> tuple:
+    """The operands; a program with ``custom_partitioning`` over several devices, lowered for export, is an error.
+
+    JAX refuses it too, with a message about host callbacks.
+    """
+    return (*operands[:-1], _not_exported.bind(operands[-1]))
+
+
+def _lower_not_exported(ctx, operand):
+    module = ctx.module_context
+    devices = getattr(module.axis_context, "num_devices", 1)
+    if module.lowering_parameters.for_export and devices > 1:
+        raise NotImplementedError(
+            f"te_jax: jax.export: expected a program for one device, or one whose mesh is Explicit or Manual, got one for "
+            f"{devices} devices whose mesh is Auto (jax can't export custom_partitioning)"
+        )
+    return [operand]
+
+
+_not_exported = compat.Primitive("te_jax_not_exported")
+_not_exported.def_impl(lambda x: x)
+_not_exported.def_abstract_eval(lambda x: x)
+compat.mlir.register_lowering(_not_exported, _lower_not_exported)
 
 
 def _shardy_rule(definition: Definition, spec: Spec, operand_types) -> object:

@@ -291,8 +291,11 @@ def test_manual_over_some_axes(rest):
     with jax.set_mesh(mesh):
         mapped = jax.shard_map(function, in_specs=P("a"), out_specs=specs, axis_names={"a"})
         got, text = compile_and_run(mapped, put(mesh, x, "a", "b"))
+        # jax 0.10.2 gathers at the border of such a shard_map whatever is inside it, newer ones don't.
+        plain = jax.shard_map(jnp.sin, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+        _, plain_text = compile_and_run(plain, put(mesh, x, "a", "b"))
     assert_equal(got, primitives.quantize(x, UNSEEDED, FULL))
-    assert set(hlo.count_collectives(text)) == {"all-reduce"}
+    assert set(hlo.count_collectives(text)) == {"all-reduce", *hlo.count_collectives(plain_text)}
     assert spec_of(got.data) == P("a", "b")
     # custom_partitioning does not work over Auto axes here, so the reference runs and XLA partitions it.
     local = {("bf16", (2, 32, 32))} if rest == AxisType.Explicit else set()

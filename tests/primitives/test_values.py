@@ -185,7 +185,8 @@ def test_gemm(spec, lead):
         operands["out_scale"] = np.float32(4)
 
     def function(operands):
-        return primitives.gemm(operands["lhs"], operands["rhs"], spec, **{n: operands[n] for n in list(operands)[2:]})
+        rest = {name: x for name, x in operands.items() if name not in ("lhs", "rhs")}
+        return primitives.gemm(operands["lhs"], operands["rhs"], spec, **rest)
 
     for out, amax in both(function, operands):
         if fp8_out:
