@@ -145,7 +145,8 @@ class CustomCall:
             mesh=regime.mesh,
             in_specs=in_specs,
             out_specs=rule.result_specs(axes),
-            axis_names=set(regime.explicit),
+            # All axes if all are explicit: vmap over a sharded dimension takes an axis away, without telling us.
+            axis_names=set(regime.explicit) if regime.auto or regime.manual else set(),
             check_vma=compat.checks_varying_axes(),
         )(*operands)
 
@@ -310,8 +311,33 @@ def native(platform: str) -> bool:
 def _loop(function, in_batched: Sequence[bool], operands: Sequence[jax.Array]) -> list[jax.Array]:
     """``function`` on each example in turn. Batched operands and all results have the batch dimension first."""
 
-    def example(batched):
-        batched = iter(batched)
-        return tuple(function(*(next(batched) if b else x for x, b in zip(operands, in_batched, strict=True))))
+    def loop(*operands):
+        def example(batched):
+            batched = iter(batched)
+            return tuple(function(*(next(batched) if b else x for x, b in zip(operands, in_batched, strict=True))))
 
-    return list(jax.lax.map(example, tuple(x for x, b in zip(operands, in_batched, strict=True) if b)))
+        return list(jax.lax.map(example, tuple(x for x, b in zip(operands, in_batched, strict=True) if b)))
+
+    batch = _batch_sharding(in_batched, operands)
+    if batch is None:
+        return loop(*operands)
+    mesh, axes = batch
+    split = PartitionSpec(axes)
+    return compat.shard_map(
+        loop,
+        mesh=mesh,
+        in_specs=tuple(split if b else PartitionSpec() for b in in_batched),
+        out_specs=split,
+        axis_names=set(axes),
+        check_vma=compat.checks_varying_axes(),
+    )(*operands)
+
+
+def _batch_sharding(in_batched, operands):
+    """(mesh, axes) over which the batch dimension is split in an Explicit mesh, where a loop can't go over it."""
+    for x, b in zip(operands, in_batched, strict=True):
+        sharding = jax.typeof(x).sharding
+        entry = sharding.spec[0] if b and len(sharding.spec) else None
+        if entry is not None:
+            return sharding.mesh, (entry,) if isinstance(entry, str) else tuple(entry)
+    return None

@@ -63,13 +63,18 @@ def test_vmap_inside_shard_map():
     np.testing.assert_array_equal(jax.jit(mapped)(x), np.abs(oracle.f64(x)).max((0, 2, 3)))
 
 
-def test_vmap_in_an_explicit_mesh_keeps_the_batch_sharded():
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
-    x = normal((8, 16, 32))
+@pytest.mark.parametrize("axes", [(8,), (4, 2)], ids=["batch", "batch and rows"])
+def test_vmap_over_a_sharded_dimension_of_an_explicit_mesh(axes):
+    mesh = jax.make_mesh(axes, ("a", "b")[: len(axes)], axis_types=(AxisType.Explicit,) * len(axes))
+    x = normal((8, 32, 32))
     with jax.set_mesh(mesh):
-        sharded = jax.device_put(x, NamedSharding(mesh, P("a")))
+        sharded = jax.device_put(x, NamedSharding(mesh, P(*("a", "b")[: len(axes)])))
         compiled = jax.jit(jax.vmap(quantize)).lower(sharded).compile()
-        assert_equal(compiled(sharded), jax.vmap(quantize)(x))
+        got = compiled(sharded)
+    assert_equal(got, jax.vmap(quantize)(x))
+    assert "all-gather" not in hlo.count_collectives(compiled.as_text())
+    local = ("bf16", (32 // (2 if len(axes) == 2 else 1), 32))
+    assert {c.operands[0] for c in hlo.custom_calls(compiled.as_text())} == {local}
 
 
 def test_scan():
