@@ -65,6 +65,7 @@ class MultiHeadAttention(nn.Module):
     param_dtype: Dtype = jnp.float32
 
     @nn.compact
+    @nn.nowrap
     def __call__(self, x: Array, *, positions: Array | None = None, deterministic: bool = True) -> Array:
         """x [B, T, C] or [T, C], positions [B, T] or [T] (default 0..T-1) -> the shape of x, in ``dtype``."""
         heads, kv_heads, head_dim = self._head_shapes(x)
@@ -96,23 +97,28 @@ class MultiHeadAttention(nn.Module):
             "proj": proj.plan(context, *((x,) if self.residual else ()), **options),
         }
 
+    @nn.nowrap
     def _qkv_ops(self, features: int):
         norm = (norm_op(self.norm, self.epsilon, name="attn_norm", caller="MultiHeadAttention"),) if self.norm else ()
         return *norm, self._linear(features, "qkv_linear")
 
+    @nn.nowrap
     def _proj_ops(self, features: int):
         dropout = (ops.Dropout(self.dropout_rate),) if self.dropout_rate else ()
         residual = (ops.AddExtraInput(),) if self.residual else ()
         return self._linear(features, "attn_proj"), *dropout, *residual
 
+    @nn.nowrap
     def _linear(self, features: int, name: str):
         return ops.Linear(
             features, use_bias=self.use_bias, kernel_init=self.kernel_init, bias_init=self.bias_init, name=name
         )
 
+    @nn.nowrap
     def _chain(self, *chain, **kwargs) -> Sequential:
         return Sequential(chain, recipe=self.recipe, dtype=self.dtype, param_dtype=self.param_dtype, **kwargs)
 
+    @nn.nowrap
     def _head_shapes(self, x: Array) -> tuple[int, int, int]:
         """Checked (H, G, D)."""
         if x.ndim not in (2, 3):
@@ -133,6 +139,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"MultiHeadAttention: head_dim: expected an even number with rope=True, got {head_dim}")
         return heads, kv_heads, head_dim
 
+    @nn.nowrap
     def _implementation(self, query: Array) -> str:
         """What to ask jax for: "cudnn" only where tracing it can't raise."""
         asked = self.attention_implementation

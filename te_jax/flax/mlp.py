@@ -75,6 +75,7 @@ class LayerNormMLP(ChainModule, kw_only=False):
         """The chain's plan for x [*lead, K]; options as those of ``Sequential.plan``."""
         return super().plan(x, *((x,) if self.residual else ()), **options)
 
+    @nn.nowrap
     def _linear(self, features: int, name: str):
         return ops.Linear(
             features, use_bias=self.use_bias, kernel_init=self.kernel_init, bias_init=self.bias_init, name=name

@@ -65,6 +65,7 @@ class TransformerLayer(nn.Module):
     param_dtype: Dtype = jnp.float32
 
     @nn.compact
+    @nn.nowrap
     def __call__(self, x: Array, *, positions: Array | None = None, deterministic: bool = True) -> Array:
         """x [B, T, C] or [T, C], positions [B, T] or [T] (default 0..T-1) -> the shape of x, in ``dtype``."""
         h = self._attention(name="attn")(x, positions=positions, deterministic=deterministic)
@@ -76,6 +77,7 @@ class TransformerLayer(nn.Module):
         mlp = self._mlp(x.shape[-1], parent=None).plan(x, **options)
         return {"attn/qkv": attn["qkv"], "attn/proj": attn["proj"], "mlp": mlp}
 
+    @nn.nowrap
     def _attention(self, **kwargs) -> MultiHeadAttention:
         return MultiHeadAttention(
             num_heads=self.num_heads,
@@ -89,6 +91,7 @@ class TransformerLayer(nn.Module):
             **kwargs,
         )
 
+    @nn.nowrap
     def _mlp(self, features: int, **kwargs) -> LayerNormMLP:
         return LayerNormMLP(
             features=features,
@@ -98,6 +101,7 @@ class TransformerLayer(nn.Module):
             **kwargs,
         )
 
+    @nn.nowrap
     def _shared(self) -> dict[str, Any]:
         """The arguments that both children take."""
         return dict(
