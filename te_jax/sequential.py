@@ -94,16 +94,17 @@ class ChainModule(nn.Module, kw_only=True):
             if not isinstance(segment, list):
                 x = segment(x)
                 continue
-            params, dtype = self._params(segment, x, scopes)
-            run = self._run(segment, x, dtype)
+            params, dtype = self._run_params(segment, x, scopes)
+            run = self._make_run(segment, x, dtype)
             count = sum(place.op.num_extra_inputs for place in segment)
             taken, extras = extras[:count], extras[count:]
             keys = tuple(self.make_rng("dropout") if p.op.needs_key(deterministic) else None for p in segment)
-            state = self._state(run, segment[0].index)
+            state = self._fp8_state(run, segment[0].index)
             x, extra_outputs = execute(run, params, state, keys, x.astype(dtype), tuple(e.astype(dtype) for e in taken))
             outputs += extra_outputs
         return (x, *outputs) if outputs else x
 
+    @nn.nowrap
     def plan(self, *shapes_or_arrays: Any, train: bool = True, platform: str | None = None) -> FusionPlan:
         """The steps that the chain runs for such inputs, forward and (``train``) backward, with reasons.
 
@@ -126,7 +127,7 @@ class ChainModule(nn.Module, kw_only=True):
                 specs = {s.name: TensorType(s.shape, self.param_dtype) for s in place.op.params(x_type)}
                 params.setdefault(place.scope, {}).update(specs)
             dtype = canonicalize_dtype(*jax.tree.leaves((x, params)), dtype=self.dtype)
-            run = self._run(segment, x, dtype)
+            run = self._make_run(segment, x, dtype)
             count = sum(place.op.num_extra_inputs for place in segment)
             taken, extras = extras[:count], extras[count:]
             avals = {
@@ -142,7 +143,7 @@ class ChainModule(nn.Module, kw_only=True):
         return make_plan(title, segments, train=train, platform=platform)
 
     @nn.nowrap
-    def _run(self, places: list[_Place], x: Array | TensorType, dtype: Any) -> Run:
+    def _make_run(self, places: list[_Place], x: Array | TensorType, dtype: Any) -> Run:
         links = []
         for place, x_type in zip(places, _types(places, TensorType(x.shape, dtype)), strict=True):
             why = why_unquantized(place.op, x_type, self.recipe) if isinstance(place.op, BasicLinear) else None
@@ -153,7 +154,7 @@ class ChainModule(nn.Module, kw_only=True):
         return Run(tuple(links), self.recipe, tuple(self.forward_rules), tuple(self.backward_rules))
 
     @nn.nowrap
-    def _params(self, places: list[_Place], x: Array, scopes: dict) -> tuple[dict[str, dict[str, Array]], Any]:
+    def _run_params(self, places: list[_Place], x: Array, scopes: dict) -> tuple[dict[str, dict[str, Array]], Any]:
         """The parameters of a run, by scope, and the dtype it computes in."""
         wanted: dict[str, dict[str, ParamSpec]] = {}
         for place, x_type in zip(places, _types(places, TensorType(x.shape, x.dtype)), strict=True):
@@ -186,7 +187,7 @@ class ChainModule(nn.Module, kw_only=True):
         return fp8_state.init(len(quantizers), self.recipe)
 
     @nn.nowrap
-    def _state(self, run: Run, index: int) -> dict[str, Array]:
+    def _fp8_state(self, run: Run, index: int) -> dict[str, Array]:
         """The FP8 state of a run, stacked over its quantizers; {} where the recipe keeps none."""
         shapes = jax.eval_shape(lambda: self._init_state(run))
         if not shapes:

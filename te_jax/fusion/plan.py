@@ -15,7 +15,7 @@ from jax import Array
 from te_jax.fusion.execute import Run, _scales, backward_contexts, forward_contexts
 from te_jax.fusion.fuser import Refusal
 from te_jax.ops.base import LinkInfo
-from te_jax.primitives import TARGETS, library
+from te_jax.primitives import TARGETS, library, support
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,9 @@ def _custom_calls(jaxpr) -> list[str]:
     calls = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in TARGETS:
-            calls.append(eqn.primitive.name)
+            operands = [v.aval for v in eqn.invars]
+            if support.why_not(eqn.params["spec"], *operands) is None:
+                calls.append(eqn.primitive.name)
             continue
         for param in eqn.params.values():
             for inner in param if isinstance(param, tuple | list) else (param,):

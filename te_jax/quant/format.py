@@ -13,6 +13,9 @@ import numpy as np
 MAX_SCALE = 2.0**126
 """No scale is larger, so that neither the scale of a tiny amax is infinite nor its inverse subnormal."""
 
+NAN_CODE = 0x7F
+"""The byte written for NaN, in either format and without a sign, as the hardware's conversions do."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Format:
