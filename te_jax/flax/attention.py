@@ -8,13 +8,13 @@ from flax import linen as nn
 from flax.typing import Dtype, Initializer
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.backend import get_backend
 
 from te_jax import ops
 from te_jax.flax.dense import default_bias_init, default_kernel_init
 from te_jax.flax.layers import norm_op
 from te_jax.flax.rotary import apply_rotary
 from te_jax.fusion.plan import FusionPlan
+from te_jax.primitives import library
 from te_jax.recipe import Recipe
 from te_jax.sequential import Sequential
 
@@ -65,7 +65,6 @@ class MultiHeadAttention(nn.Module):
     param_dtype: Dtype = jnp.float32
 
     @nn.compact
-    @nn.nowrap
     def __call__(self, x: Array, *, positions: Array | None = None, deterministic: bool = True) -> Array:
         """x [B, T, C] or [T, C], positions [B, T] or [T] (default 0..T-1) -> the shape of x, in ``dtype``."""
         heads, kv_heads, head_dim = self._head_shapes(x)
@@ -158,8 +157,4 @@ def cudnn_attention_takes(query: Array) -> bool:
     Hopper on; 128 is asked for here, as it holds on every architecture).
     """
     sixteen_bits = query.dtype in (jnp.bfloat16, jnp.float16)
-    return sixteen_bits and query.shape[-1] % 8 == 0 and query.shape[-1] <= 128 and _has_cuda_backend()
-
-
-def _has_cuda_backend() -> bool:
-    return jax.default_backend() == "gpu" and "cuda" in get_backend().platform_version
+    return sixteen_bits and query.shape[-1] % 8 == 0 and query.shape[-1] <= 128 and library.has_cuda_backend()

@@ -65,7 +65,6 @@ class TransformerLayer(nn.Module):
     param_dtype: Dtype = jnp.float32
 
     @nn.compact
-    @nn.nowrap
     def __call__(self, x: Array, *, positions: Array | None = None, deterministic: bool = True) -> Array:
         """x [B, T, C] or [T, C], positions [B, T] or [T] (default 0..T-1) -> the shape of x, in ``dtype``."""
         h = self._attention(name="attn")(x, positions=positions, deterministic=deterministic)
