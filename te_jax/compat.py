@@ -41,12 +41,21 @@ def shape_struct(shape, dtype, varying: Iterable[str] = ()) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
 
 
-def shaped_array(shape, dtype, varying: Iterable[str] = ()) -> jax.core.ShapedArray:
-    """The abstract value of an array in device memory, for abstract evaluation rules."""
-    varying = frozenset(varying)
+def shaped_array(shape, dtype, operands) -> jax.core.ShapedArray:
+    """The abstract value of a result of ``operands`` (abstract values) that varies over every axis that one of them does.
+
+    Not sharded over explicit axes; in device memory.
+    """
+    varying = frozenset().union(*map(varying_axes, operands))
     if not varying:
         return jax.core.ShapedArray(shape, dtype)
-    return jax.core.ShapedArray(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
+    mesh = next(x.sharding.mesh for x in operands if varying_axes(x))
+    return jax.core.ShapedArray(
+        shape,
+        dtype,
+        sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(None,) * len(shape))),
+        manual_axis_type=jax.sharding.ManualAxisType(varying=varying),
+    )
 
 
 def in_host_memory(x) -> bool:

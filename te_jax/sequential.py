@@ -16,7 +16,7 @@ from te_jax import compat
 from te_jax.errors import check_type, check_value
 from te_jax.fusion.execute import Run, execute, quantizers_of
 from te_jax.fusion.pattern import Rule
-from te_jax.fusion.plan import Foreign, FusionPlan, make_plan
+from te_jax.fusion.plan import Foreign, FusionPlan, describe, make_plan
 from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
 from te_jax.ops.base import LinkInfo, Op, ParamSpec, TensorType
 from te_jax.ops.linear import BasicLinear, why_unquantized
@@ -139,7 +139,8 @@ class ChainModule(nn.Module, kw_only=True):
             }
             segments.append((run, avals))
             x = run.links[-1].y_type
-        title = f"{type(self).__name__}, recipe {self.recipe}, input {shapes_or_arrays[0].dtype}{shapes_or_arrays[0].shape}"
+        first = shapes_or_arrays[0]
+        title = f"{type(self).__name__}, recipe {describe(self.recipe)}, input {first.dtype}{list(first.shape)}"
         return make_plan(title, segments, train=train, platform=platform)
 
     @nn.nowrap
@@ -197,7 +198,7 @@ class ChainModule(nn.Module, kw_only=True):
             self.is_initializing() or self.has_variable(fp8_state.COLLECTION, name),
             "/".join((*self.path, type(self).__name__)),
             "variables",
-            f"collection {fp8_state.COLLECTION!r} with {name!r}, which {self.recipe} keeps its state in (from init)",
+            f"collection {fp8_state.COLLECTION!r} with {name!r}, where {describe(self.recipe)} keeps its state (from init)",
             "none",
         )
         state = self.variable(fp8_state.COLLECTION, name, lambda: self._init_state(run)).value

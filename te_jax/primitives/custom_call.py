@@ -242,8 +242,7 @@ def _primitive(definition: Definition) -> compat.Primitive:
 
     @primitive.def_abstract_eval
     def abstract_eval(*avals, spec, custom_call):
-        varying = frozenset().union(*map(compat.varying_axes, avals))
-        return [compat.shaped_array(shape, dtype, varying) for shape, dtype in definition.results(spec, *avals)]
+        return [compat.shaped_array(shape, dtype, avals) for shape, dtype in definition.results(spec, *avals)]
 
     def batch(operands, dims, **params):
         in_batched = [d is not compat.not_mapped for d in dims]
@@ -257,9 +256,8 @@ def _primitive(definition: Definition) -> compat.Primitive:
     fallback = compat.mlir.lower_fun(reference, multiple_results=True)
 
     def lower(platform, ctx, *operands, spec, custom_call):
-        if not custom_call or definition.why_not(spec, *ctx.avals_in) or not library.status(platform).available:
+        if not custom_call or definition.why_not(spec, *ctx.avals_in) or not native(platform):
             return fallback(ctx, *operands, spec=spec, custom_call=custom_call)
-        library.ensure_registered(platform)
         rule = jax.ffi.ffi_lowering(definition.target, operand_output_aliases=definition.aliases(spec))
         return rule(ctx, *operands, spec=spec.attributes())
 
@@ -268,6 +266,17 @@ def _primitive(definition: Definition) -> compat.Primitive:
     for platform in NATIVE_PLATFORMS:
         compat.mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
     return primitive
+
+
+def native(platform: str) -> bool:
+    """Whether a program lowered for ``platform`` calls the native library; registers the library's targets if so.
+
+    A process without a CUDA backend lowers for CUDA only to look at the program or to compile it for a GPU that is
+    elsewhere, so that gets the custom calls.
+    """
+    if platform == "cuda" and not library.has_cuda_backend():
+        return True
+    return library.ensure_registered(platform).available
 
 
 def _loop(function, in_batched: Sequence[bool], operands: Sequence[jax.Array]) -> list[jax.Array]:

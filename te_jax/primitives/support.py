@@ -28,8 +28,7 @@ def why_not(spec: Spec, *operands, platform: str | None = None) -> str | None:
         return reason
     if platform not in custom_call.NATIVE_PLATFORMS:
         return f"there are no custom calls for platform {platform}"
-    status = library.status(platform)
-    return None if status.available else status.reason
+    return None if custom_call.native(platform) else library.status(platform).reason
 
 
 def why_not_fp8_linear(tokens: int, features_in: int, features_out: int) -> str | None:

@@ -46,6 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax import errors
+from te_jax.quant.division import divide
 from te_jax.quant.format import MAX_SCALE
 from te_jax.recipe import Recipe
 
@@ -86,6 +87,7 @@ class _Decoded(NamedTuple):
     used: jax.Array  # bool[...]
     newest: jax.Array  # f32[...], amax of the step that wrote, 0 if none
     older: jax.Array  # f32[..., H - 1]
+    older_max: jax.Array  # f32[...]
     scale: jax.Array  # f32[...], the scale of the step that wrote
     has_amax: jax.Array  # bool[...], some use had an amax
     parity: jax.Array  # f32[...], +1 or -1, 0 if bad or unused
@@ -114,14 +116,14 @@ def read(leaves: Leaves, fp8_max: jax.typing.ArrayLike, recipe: Recipe) -> State
     """Reads the leaves of Q quantizers whose formats have the largest values `fp8_max` f32[Q]."""
     d = _decode(leaves)
     # A step without a finite amax > 0 leaves the history as it was before it.
-    zero = jnp.zeros_like(d.newest)[..., None]
-    history = jnp.where(
-        d.newest[..., None] > 0,
-        jnp.concatenate([d.newest[..., None], d.older], -1),
-        jnp.concatenate([d.older, zero], -1),
-    )
-    amax = history[..., 0] if recipe.amax_compute_algo == "most_recent" else history.max(-1)
-    derived = jnp.minimum(fp8_max / jnp.where(amax > 0, amax, 1.0) * 2.0**-recipe.margin, MAX_SCALE)
+    pushed = jnp.concatenate([d.newest[..., None], d.older], -1)
+    not_pushed = jnp.concatenate([d.older, jnp.zeros_like(d.newest)[..., None]], -1)
+    history = jnp.where(d.newest[..., None] > 0, pushed, not_pushed)
+    if recipe.amax_compute_algo == "most_recent":
+        amax = history[..., 0]
+    else:
+        amax = jnp.maximum(d.newest, d.older_max)
+    derived = jnp.minimum(divide(fp8_max, jnp.where(amax > 0, amax, 1.0)) * 2.0**-recipe.margin, MAX_SCALE)
     # Without history a scale is kept, unless there was an amax too small for the history (below 2**-62): unseeded.
     kept = jnp.where(d.has_amax, 0.0, d.scale)
     scale = jnp.where(amax > 0, derived, kept)
@@ -153,26 +155,30 @@ def _decode(leaves: Leaves) -> _Decoded:
     used = (u != 0) & jnp.isfinite(u)
     u = jnp.where(used, u, 1.0)
 
-    values = _finite(_divide(history, u[..., None]))
-    scale = _finite(_divide(scale, u))
-    share = _finite(_divide(rungs, u[..., None]))
+    # Reductions of the leaves as they are come first, so that they share one pass; all else is elementwise.
+    is_older = np.arange(history.shape[-1]) > 0
+    highest = jnp.where(is_older, history, 0.0).max(-1)
+    lowest = jnp.where(is_older, history, 0.0).min(-1)
+    several = (rungs != 0).sum(-1) > 1
+    rounded = (uses == uses.astype(jnp.bfloat16).astype(jnp.float32)).all(-1)
+
     # slot 0 over the share of uses that had an amax; that share is exactly 1 unless uses differed in having one.
     has_amax = used & (with_amax != 0)
-    newest = _finite(_divide(history[..., 0], jnp.where(has_amax, with_amax, 1.0)))
-    newest = jnp.where(has_amax, _newest_amax(newest, share), 0.0)
+    mean = _finite(_divide(history[..., 0], jnp.where(has_amax, with_amax, 1.0)))
+    newest = jnp.where(several, _upper_bound(mean, rungs / u[..., None]), mean)
 
     # Treatments in bfloat16 round every slot on its own. Leaves that are not so rounded must match closely.
-    rounded = (uses == uses.astype(jnp.bfloat16).astype(jnp.float32)).all(-1)
     mismatch = jnp.abs(jnp.abs(parity) - jnp.abs(u)) > jnp.abs(u) * jnp.where(rounded, 2.0**-6, 2.0**-13)
-    bad = used & (mismatch | (values < 0).any(-1) | (scale < 0) | (share < 0).any(-1))
-    parity = jnp.where(used & ~bad, jnp.sign(parity) * jnp.sign(u), 0.0)
+    negative = jnp.where(u < 0, highest > 0, lowest < 0) | (scale * u < 0)
+    bad = used & (mismatch | negative)
     return _Decoded(
         used=used,
-        newest=newest,
-        older=jnp.where(used[..., None], values[..., 1:], 0.0),
-        scale=jnp.where(used, scale, 0.0),
+        newest=jnp.where(has_amax, newest, 0.0),
+        older=jnp.where(used[..., None], _finite(_divide(history[..., 1:], u[..., None])), 0.0),
+        older_max=jnp.where(used, _finite(_divide(jnp.where(u < 0, lowest, highest), u)), 0.0),
+        scale=jnp.where(used, _finite(_divide(scale, u)), 0.0),
         has_amax=has_amax,
-        parity=parity,
+        parity=jnp.where(used & ~bad, jnp.sign(parity) * jnp.sign(u), 0.0),
         bad=bad,
     )
 
@@ -192,17 +198,15 @@ def _encode(newest: jax.Array, older: jax.Array, scale: jax.Array, parity: jax.A
     }
 
 
-def _newest_amax(mean: jax.Array, share: jax.Array) -> jax.Array:
-    """The newest amax from the mean amax [...] of all uses and the share [..., 64] of uses in each rung."""
+def _upper_bound(mean: jax.Array, share: jax.Array) -> jax.Array:
+    """The upper edge of the rung of the largest amax, from the mean amax [...] and the share [..., 64] per rung."""
     base = _rung(mean)[..., None]
     slots = np.arange(RUNGS, dtype=np.int32)
     rung = base + ((slots - base + RUNGS // 2) & (RUNGS - 1)) - RUNGS // 2  # the alias nearest to the mean
-    populated = share > 0
     # 1.1: the shares of a tree cast to bfloat16 are rounded.
-    possible = populated & (share * _lower_edge(rung) <= 1.1 * mean[..., None])
+    possible = (share > 0) & (share * _lower_edge(rung) <= 1.1 * mean[..., None])
     highest = jnp.where(possible, rung, base).max(-1)
-    several = populated.sum(-1) > 1
-    return jnp.where(several & (mean > 0), jnp.maximum(_lower_edge(highest + 1), mean), mean)
+    return jnp.where(mean > 0, _lower_edge(highest + 1), mean)
 
 
 def _rung(amax: jax.Array) -> jax.Array:
