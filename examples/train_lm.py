@@ -49,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=_positive, default=4)
     parser.add_argument("--kv-heads", type=_positive, help="default: --heads")
     parser.add_argument("--seq", type=_positive, default=128, help="bytes per sequence")
-    parser.add_argument("--batch", type=_positive, default=16, help="sequences per step")
+    parser.add_argument("--batch", type=_positive, default=8, help="sequences per step")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="its peak")
     parser.add_argument("--remat", action="store_true", help="recompute each layer in the backward pass")
     return parser.parse_args(argv)

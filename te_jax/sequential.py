@@ -126,7 +126,7 @@ class ChainModule(nn.Module, kw_only=True):
             for place, x_type in zip(segment, types, strict=True):
                 specs = {s.name: TensorType(s.shape, self.param_dtype) for s in place.op.params(x_type)}
                 params.setdefault(place.scope, {}).update(specs)
-            dtype = canonicalize_dtype(*jax.tree.leaves((x, params)), dtype=self.dtype)
+            dtype = self.dtype or jnp.result_type(*(t.dtype for t in jax.tree.leaves((x, params))))
             run = self._make_run(segment, x, dtype)
             count = sum(place.op.num_extra_inputs for place in segment)
             taken, extras = extras[:count], extras[count:]
