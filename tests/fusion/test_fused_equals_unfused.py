@@ -70,7 +70,10 @@ def gradients(module, variables, x, extras):
         y = module.apply(variables, x, *extras)
         return jnp.sum(y.astype(jnp.float32) * weights), y
 
-    (_, y), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(variables, x, extras)
+    # XLA may otherwise skip roundings to bfloat16 between steps that it sees through, but not before a custom call.
+    options = {"xla_allow_excess_precision": False}
+    grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True), compiler_options=options)
+    (_, y), grads = grad(variables, x, extras)
     return {"y": y, "grads": grads}
 
 
