@@ -1,0 +1,25 @@
+# The CUDA module: kernels (csrc/kernels), cuBLASLt GEMM (csrc/gemm), handlers (csrc/ffi/cuda). cuBLASLt and the driver
+# are loaded at run time (the copies that jax already has in the process), so nothing here links against them.
+if(NOT CMAKE_CUDA_COMPILER)
+  find_program(TE_JAX_NVCC nvcc HINTS /usr/local/cuda/bin $ENV{CUDA_HOME}/bin REQUIRED)
+  set(CMAKE_CUDA_COMPILER ${TE_JAX_NVCC})
+endif()
+set(CMAKE_CUDA_ARCHITECTURES OFF)  # given as -gencode: sm_90a has no portable spelling
+enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
+set(CMAKE_CUDA_STANDARD 17)
+
+file(GLOB TE_JAX_CUDA_KERNELS CONFIGURE_DEPENDS csrc/kernels/*.cu)
+file(GLOB TE_JAX_CUDA_SOURCES CONFIGURE_DEPENDS csrc/gemm/*.cc csrc/ffi/cuda/*.cc csrc/kernels/*.cc)
+
+add_library(te_jax_kernels STATIC ${TE_JAX_CUDA_KERNELS})
+target_include_directories(te_jax_kernels PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
+target_compile_options(te_jax_kernels PRIVATE
+  $<$<COMPILE_LANGUAGE:CUDA>:-gencode=arch=compute_90a,code=sm_90a -O3 -lineinfo --Werror=all-warnings
+  -Xcompiler=-Wall,-Wextra,-Werror>)
+set_target_properties(te_jax_kernels PROPERTIES CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
+
+te_jax_module(_te_jax_cuda ${TE_JAX_CUDA_SOURCES})
+target_compile_definitions(_te_jax_cuda PRIVATE TE_JAX_CUDA_ARCHITECTURES="sm_90a")
+target_include_directories(_te_jax_cuda SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+target_link_libraries(_te_jax_cuda PRIVATE te_jax_ffi te_jax_kernels CUDA::cudart_static ${CMAKE_DL_LIBS})

@@ -1,0 +1,82 @@
+// The specs of te_jax/primitives/spec.py as they arrive in a custom call: one dictionary attribute called "spec",
+// decoded by member name. Member order is that of the Python dataclass.
+#ifndef TE_JAX_FFI_ATTRS_H_
+#define TE_JAX_FFI_ATTRS_H_
+
+#include <cstdint>
+#include <string_view>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace te_jax {
+
+// The name of the attribute that carries the spec.
+inline constexpr char kSpec[] = "spec";
+
+struct QuantizingSpec {
+  std::string_view format;
+  bool hp, data, data_t, amax, dbias;
+  int64_t margin;
+  bool power_of_two, if_unseeded;
+
+  bool quantizes() const { return data || data_t; }
+};
+
+struct QuantizeSpec : QuantizingSpec {};
+
+struct NormSpec : QuantizingSpec {
+  std::string_view kind;
+  float epsilon;
+  bool zero_centered_gamma, stats;
+};
+
+struct ActivationSpec : QuantizingSpec {
+  std::string_view kind;
+};
+
+struct ActivationGradSpec : QuantizingSpec {
+  std::string_view kind;
+};
+
+struct DequantizeSpec {
+  std::string_view out_dtype;
+};
+
+struct GemmSpec {
+  bool fp8;
+  int64_t contract_dims;
+  bool lhs_contract_first, rhs_contract_first;
+  std::string_view out_dtype;
+  bool bias;
+  float alpha, beta;
+  bool in_place, amax, fast_accumulation;
+};
+
+}  // namespace te_jax
+
+#define TE_JAX_QUANTIZING_MEMBERS                                                                         \
+  StructMember<std::string_view>("format"), StructMember<bool>("hp"), StructMember<bool>("data"),         \
+      StructMember<bool>("data_t"), StructMember<bool>("amax"), StructMember<bool>("dbias"),              \
+      StructMember<int64_t>("margin"), StructMember<bool>("power_of_two"), StructMember<bool>("if_unseeded")
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::QuantizeSpec, TE_JAX_QUANTIZING_MEMBERS);
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::NormSpec, TE_JAX_QUANTIZING_MEMBERS,
+                                      StructMember<std::string_view>("kind"), StructMember<float>("epsilon"),
+                                      StructMember<bool>("zero_centered_gamma"), StructMember<bool>("stats"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ActivationSpec, TE_JAX_QUANTIZING_MEMBERS,
+                                      StructMember<std::string_view>("kind"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ActivationGradSpec, TE_JAX_QUANTIZING_MEMBERS,
+                                      StructMember<std::string_view>("kind"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::DequantizeSpec, StructMember<std::string_view>("out_dtype"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::GemmSpec, StructMember<bool>("fp8"),
+                                      StructMember<int64_t>("contract_dims"),
+                                      StructMember<bool>("lhs_contract_first"),
+                                      StructMember<bool>("rhs_contract_first"),
+                                      StructMember<std::string_view>("out_dtype"), StructMember<bool>("bias"),
+                                      StructMember<float>("alpha"), StructMember<float>("beta"),
+                                      StructMember<bool>("in_place"), StructMember<bool>("amax"),
+                                      StructMember<bool>("fast_accumulation"));
+
+#undef TE_JAX_QUANTIZING_MEMBERS
+
+#endif  // TE_JAX_FFI_ATTRS_H_

@@ -1,0 +1,62 @@
+#include "csrc/ffi/quantize.h"
+
+#include <string>
+
+namespace te_jax {
+
+namespace ffi = xla::ffi;
+
+void DecodeRows(Operands& operands, const QuantizingSpec& spec, const Shape& shape, int64_t* rows, int64_t* cols) {
+  if (!operands.ok()) return;
+  if (!operands.Expect(!shape.empty(), "rank", "at least 1", "0")) return;
+  *rows = Product(shape, 0, shape.size() - 1);
+  *cols = shape.back();
+  operands.Expect(*rows > 0, "number of rows", "at least 1", std::to_string(*rows));
+  operands.Aligned("last dimension", *cols);
+  if (spec.data_t) operands.Aligned("number of rows of a tensor that is written transposed", *rows);
+}
+
+QuantizedOut DecodeQuantized(Operands& operands, const QuantizingSpec& spec, DType dtype, const Shape& shape) {
+  QuantizedOut out;
+  operands.Expect(ParseFormat(spec.format, &out.format), "format", "\"e4m3\" or \"e5m2\"", spec.format);
+  operands.Expect(spec.margin >= -64 && spec.margin <= 64, "margin", "-64 to 64", std::to_string(spec.margin));
+  if (spec.if_unseeded) {
+    operands.Check(spec.amax && !spec.quantizes() && !spec.hp && !spec.dbias,
+                   "if_unseeded: expected a pass that wants amax alone");
+  }
+  out.margin = static_cast<int32_t>(spec.margin);
+  out.power_of_two = spec.power_of_two;
+  out.if_unseeded = spec.if_unseeded;
+  out.scale = operands.ArgOf<float>("scale", DType::kF32, {});
+  if (!operands.ok()) return out;
+
+  Shape transposed = {shape.back()};
+  transposed.insert(transposed.end(), shape.begin(), shape.end() - 1);
+  if (spec.hp) out.hp = operands.RetOf("hp", dtype, shape);
+  if (spec.data) out.data = operands.RetOf("data", out.format, shape);
+  if (spec.data_t) out.data_t = operands.RetOf("data_t", out.format, transposed);
+  if (spec.quantizes()) {
+    out.scale_used = operands.RetOf<float>("scale", DType::kF32, {});
+    out.scale_inv = operands.RetOf<float>("scale_inv", DType::kF32, {});
+  }
+  if (spec.amax) out.amax = operands.RetOf<float>("amax", DType::kF32, {});
+  if (spec.dbias) out.dbias = operands.RetOf<float>("dbias", DType::kF32, {shape.back()});
+  return out;
+}
+
+ffi::ErrorOr<QuantizeArgs> DecodeQuantize(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                                          const QuantizeSpec& spec) {
+  Operands operands("quantize", args, rets);
+  QuantizeArgs out;
+  const Array x = operands.Arg("x", kHighPrecision);
+  operands.Check(!spec.hp, "hp: it would be a copy of x");
+  DecodeRows(operands, spec, x.shape, &out.rows, &out.cols);
+  out.x = x.data;
+  out.x_dtype = x.dtype;
+  out.out = DecodeQuantized(operands, spec, x.dtype, x.shape);
+  ffi::Error error = operands.Finish();
+  if (error.failure()) return ffi::Unexpected(error);
+  return out;
+}
+
+}  // namespace te_jax

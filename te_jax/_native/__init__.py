@@ -1,0 +1,1 @@
+"""The compiled extension modules. Loaded only by ``te_jax.primitives.library``."""
