@@ -4,10 +4,10 @@
 #include <initializer_list>
 #include <tuple>
 
+#include "csrc/core/fp8.h"
+
 namespace te_jax::gemm {
 namespace {
-
-constexpr bool IsFP8(DType dtype) { return dtype == DType::kE4M3 || dtype == DType::kE5M2; }
 
 const char* Name(DType dtype) {
   switch (dtype) {

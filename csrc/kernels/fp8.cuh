@@ -1,5 +1,5 @@
-// Scales and the FP8 cast, with the results of the host kernels to the last bit: every operation is IEEE and rounds
-// to nearest even, none is contracted or approximated.
+// amax and the FP8 cast, with the results of the host kernels (csrc/core/fp8.h) to the last bit: every operation is IEEE
+// and rounds to nearest even, none is contracted or approximated.
 #ifndef TE_JAX_KERNELS_FP8_CUH_
 #define TE_JAX_KERNELS_FP8_CUH_
 
@@ -19,21 +19,6 @@ constexpr uint32_t kNaNBits = 0x7fc00000u;
 __device__ inline uint32_t MagnitudeBits(float value) { return __float_as_uint(value) & 0x7fffffffu; }
 
 __device__ inline float AmaxFromBits(uint32_t bits) { return __uint_as_float(bits > kInfinityBits ? kNaNBits : bits); }
-
-struct ScaleRule {
-  float format_max;  // 448 (E4M3) or 57344 (E5M2)
-  float margin_factor;  // 2^-margin
-  bool power_of_two;
-};
-
-// (format_max / amax) * 2^-margin, at most 2^126 (so that neither the scale nor its inverse leaves the normal
-// numbers); 1 where amax says nothing.
-__device__ inline float ScaleFromAmax(float amax, ScaleRule rule) {
-  if (!(amax > 0.0f) || __float_as_uint(amax) >= kInfinityBits) return 1.0f;
-  float scale = fminf(__fmul_rn(__fdiv_rn(rule.format_max, amax), rule.margin_factor), 0x1p126f);
-  if (rule.power_of_two) scale = __uint_as_float(__float_as_uint(scale) & kInfinityBits);
-  return scale;
-}
 
 // The value to cast: y * scale, NaN for a y that is not finite (a saturating cast would turn inf into a healthy maximum).
 __device__ inline float Scaled(float y, float scale) {

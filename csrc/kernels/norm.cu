@@ -73,13 +73,14 @@ struct NormLoader {
 // hit the caches. Also does the work of AmaxKernel (quantizing_pass.cuh).
 template <class T, bool kLayer>
 __global__ void __launch_bounds__(kThreads) NormStatsKernel(NormLoader<T, kLayer> loader, int64_t rows, float epsilon,
-                                                            AmaxNeed need, const float* scale, uint32_t* partials,
-                                                            float* amax_to_zero) {
+                                                            AmaxNeed need, const float* scale, bool only_amax,
+                                                            uint32_t* partials, float* amax_to_zero) {
   __shared__ uint32_t scratch[kWarps];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t cols = loader.cols;
   const bool take_amax = need == AmaxNeed::kAlways || (need == AmaxNeed::kIfUnseeded && *scale == 0.0f);
   if (amax_to_zero != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *amax_to_zero = 0.0f;
+  if (only_amax && !take_amax) return;
 
   // f(col, x) for every chunk of the row that belongs to this lane.
   const auto for_each_chunk = [&](int64_t row, auto&& f) {
@@ -145,8 +146,10 @@ cudaError_t LaunchTyped(const NormArgs& args, void* memory, cudaStream_t stream)
                                      args.mean != nullptr ? args.mean : workspace.mean,
                                      args.rstd != nullptr ? args.rstd : workspace.rstd,
                                      args.cols};
+  const bool only_amax = !WritesTiles(args.out) && args.mean == nullptr && args.rstd == nullptr;
   NormStatsKernel<<<workspace.num_partials, kThreads, 0, stream>>>(loader, args.rows, args.epsilon, NeedOfAmax(args.out),
-                                                                   args.out.scale, workspace.partials, args.out.amax);
+                                                                   args.out.scale, only_amax, workspace.partials,
+                                                                   args.out.amax);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   return LaunchWrite(loader, args.rows, args.cols, args.out, workspace, stream);
 }

@@ -20,9 +20,10 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cmath>
 
 #include "csrc/core/args.h"
+#include "csrc/core/fp8.h"
+#include "csrc/core/scale.h"
 #include "csrc/kernels/fp8.cuh"
 #include "csrc/kernels/reduce.cuh"
 #include "csrc/kernels/vector.cuh"
@@ -41,8 +42,9 @@ static_assert(kThreads * kRowsPerThread * kChunk == kTile * kTile);
 struct PassParams {
   int64_t rows, cols;  // of one plane
   const float* scale;
-  ScaleRule rule;
-  bool e5m2, quantizes;
+  float format_max;
+  int32_t margin;
+  bool power_of_two, e5m2, quantizes;
   void* hp;
   uint8_t* data;
   uint8_t* data_t;
@@ -189,8 +191,9 @@ __global__ void __launch_bounds__(kThreads, 2) WriteKernel(Loader loader, PassPa
   uint32_t amax_bits = 0;
   if (derive) {
     amax_bits = ReducePartials(params.partials, params.num_partials, scratch);
-    scale = ScaleFromAmax(AmaxFromBits(amax_bits), params.rule);
+    scale = ScaleFromAmax(AmaxFromBits(amax_bits), params.format_max, params.margin, params.power_of_two);
   }
+  if (!(scale > 0.0f)) scale = __uint_as_float(kNaNBits);  // a broken state must be loud
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     if (params.scale_used != nullptr) *params.scale_used = scale;
     if (params.scale_inv != nullptr) *params.scale_inv = __fdiv_rn(1.0f, scale);
@@ -248,14 +251,14 @@ cudaError_t LaunchFinishAmax(const QuantizedOut& out, const PassWorkspace& works
 cudaError_t LaunchDbias(int64_t num_row_tiles, int64_t cols, const float* tile_sums, float* dbias, cudaStream_t stream);
 
 inline PassParams MakePassParams(int64_t rows, int64_t cols, const QuantizedOut& out, const PassWorkspace& workspace) {
-  const bool e5m2 = out.format == DType::kE5M2;
-  const ScaleRule rule{e5m2 ? 57344.0f : 448.0f, std::ldexp(1.0f, -out.margin), out.power_of_two};
   PassParams params{};
   params.rows = rows;
   params.cols = cols;
   params.scale = out.scale;
-  params.rule = rule;
-  params.e5m2 = e5m2;
+  params.format_max = FP8Max(out.format);
+  params.margin = out.margin;
+  params.power_of_two = out.power_of_two;
+  params.e5m2 = out.format == DType::kE5M2;
   params.quantizes = Quantizes(out);
   params.hp = out.hp;
   params.data = static_cast<uint8_t*>(out.data);

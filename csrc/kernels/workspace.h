@@ -6,12 +6,7 @@
 #include <cstdint>
 
 #include "csrc/core/args.h"
-
-#ifdef __CUDACC__
-#define TE_JAX_HOST_DEVICE __host__ __device__
-#else
-#define TE_JAX_HOST_DEVICE
-#endif
+#include "csrc/core/scale.h"
 
 namespace te_jax::kernels {
 
