@@ -1,0 +1,76 @@
+"""Everything that differs between the supported jax versions (0.10.2 to 0.12), and JAX's less known corners by name.
+
+Other files take these names from here, so that a new jax version is one diff in one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import jax
+from jax.extend.core import Primitive as Primitive
+from jax.interpreters import batching as batching
+from jax.interpreters import mlir as mlir
+
+not_mapped = None  # how batching rules mark an operand without a batch dimension
+shard_map = jax.shard_map
+auto_axes = jax.sharding.auto_axes
+reshard = jax.sharding.reshard
+get_abstract_mesh = jax.sharding.get_abstract_mesh
+
+
+def varying_axes(x) -> frozenset[str]:
+    """The manual mesh axes over which ``x`` (an array or an abstract value) may differ between devices.
+
+    Always empty outside of ``shard_map`` and inside of one with ``check_vma=False``.
+    """
+    return frozenset(_aval(x).manual_axis_type.varying)
+
+
+def pvary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """``x``, typed as varying over ``axes`` as well. No data moves; axes that it already varies over are skipped."""
+    missing = tuple(axis for axis in sorted(axes) if axis not in varying_axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def shape_struct(shape, dtype, varying: Iterable[str] = ()) -> jax.ShapeDtypeStruct:
+    """A ``ShapeDtypeStruct`` whose type varies over the manual mesh axes ``varying``."""
+    varying = frozenset(varying)
+    if not varying:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
+
+
+def shaped_array(shape, dtype, operands) -> jax.core.ShapedArray:
+    """The abstract value of a result of ``operands`` (abstract values) that varies over every axis that one of them does.
+
+    Not sharded over explicit axes; in device memory.
+    """
+    varying = frozenset().union(*map(varying_axes, operands))
+    if not varying:
+        return jax.core.ShapedArray(shape, dtype)
+    mesh = next(x.sharding.mesh for x in operands if varying_axes(x))
+    return jax.core.ShapedArray(
+        shape,
+        dtype,
+        sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(None,) * len(shape))),
+        manual_axis_type=jax.sharding.ManualAxisType(varying=varying),
+    )
+
+
+def in_host_memory(x) -> bool:
+    """Whether ``x`` (an array or an abstract value) lives in host memory."""
+    return _aval(x).memory_space == jax.memory.Space.Host
+
+
+def checks_varying_axes() -> bool:
+    """Whether the surrounding ``shard_map`` tracks varying axes (``check_vma=True``). True outside of ``shard_map``."""
+    axes = get_abstract_mesh().manual_axes
+    if not axes:
+        return True
+    probe = jax.lax.pcast(jax.numpy.float32(0), tuple(axes), to="varying")
+    return bool(varying_axes(probe))
+
+
+def _aval(x):
+    return x if isinstance(x, jax.core.ShapedArray | jax.ShapeDtypeStruct) else jax.typeof(x)

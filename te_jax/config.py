@@ -1,0 +1,45 @@
+"""Every environment variable that te_jax reads, in one place.
+
+| variable | values | meaning |
+|---|---|---|
+| ``TE_JAX_DISABLE_CUSTOM_CALLS`` | ``0`` (default) or ``1`` | run the jnp references instead of the custom calls |
+
+An option that changes what is traced is kept in a JAX user context: ``jax.jit`` keys its caches on it, so that
+changing it with :func:`custom_calls` retraces, instead of silently running the program traced before.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+
+import jax
+
+_FALSE = ("", "0", "false", "off", "no")
+_TRUE = ("1", "true", "on", "yes")
+
+
+def _flag(name: str) -> bool:
+    """Reads a boolean environment variable. Raises ValueError for anything that is not plainly true or false."""
+    value = os.environ.get(name, "").strip().lower()
+    if value not in _FALSE + _TRUE:
+        raise ValueError(f"te_jax: environment variable {name}: expected 0 or 1, got {value!r}")
+    return value in _TRUE
+
+
+_custom_calls = jax.make_user_context(default_value=not _flag("TE_JAX_DISABLE_CUSTOM_CALLS"))
+
+
+def custom_calls_enabled() -> bool:
+    """Whether primitives may lower to custom calls in the current context."""
+    return bool(_custom_calls.value)
+
+
+def custom_calls(enabled: bool) -> AbstractContextManager:
+    """``with custom_calls(False): ...`` runs (and retraces) everything inside with the jnp references."""
+    return _custom_calls(bool(enabled))
+
+
+def describe() -> dict[str, object]:
+    """The options and their current values, for ``python -m te_jax.doctor``."""
+    return {"TE_JAX_DISABLE_CUSTOM_CALLS": not custom_calls_enabled()}

@@ -1,0 +1,195 @@
+"""Runs a run of ops: one ``jax.custom_vjp`` over plain arrays, forward and backward by the steps of its plan.
+
+The FP8 state goes in as an argument; its "cotangent" is its new value (te_jax.quant.state), so every JAX
+transformation carries it, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+from te_jax import compat
+from te_jax.fusion.fuser import RunPlan, plan_run
+from te_jax.fusion.pattern import Rule
+from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo
+from te_jax.parallel import mesh
+from te_jax.quant import state as fp8_state
+from te_jax.recipe import Recipe
+
+Params = Mapping[str, Mapping[str, Array]]  # scope -> name -> array
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A maximal run of ops, with everything that tracing knows of it. Hashable: the static argument of the VJP."""
+
+    links: tuple[LinkInfo, ...]
+    recipe: Recipe | None
+    forward_rules: tuple[Rule, ...]
+    backward_rules: tuple[Rule, ...]
+
+    @property
+    def plan(self) -> RunPlan:
+        return plan_run(self.links, self.forward_rules, self.backward_rules)
+
+    @property
+    def quantizers(self) -> tuple[tuple[int, str], ...]:
+        """(link, role) of every row of the run's FP8 state. Unquantized linears have theirs, unused."""
+        return quantizers_of(tuple(info.op.roles for info in self.links))
+
+    @property
+    def fp8_max(self) -> np.ndarray:
+        """f32[Q]: the largest value of each quantizer's format."""
+        assert self.recipe is not None
+        return np.array([self.recipe.format(role).max for _, role in self.quantizers], np.float32)
+
+
+def quantizers_of(roles: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, str], ...]:
+    """(link, role) of every quantizer, from the roles of each link."""
+    return tuple((i, role) for i, link_roles in enumerate(roles) for role in link_roles)
+
+
+def execute(
+    run: Run, params: Params, state: Mapping[str, Array], keys: tuple, x: Array, extras: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...]]:
+    """y and the extra outputs of a run, differentiable in params, state, x and extras, in any mesh regime."""
+    regime = mesh.regime(x, *jax.tree.leaves((params, extras)))
+    if regime.manual:
+        # Parameters that vary over fewer axes than x get the missing ones here, outside of the custom_vjp, so that
+        # JAX itself sums their gradients over those axes; likewise x where a kernel is sharded. The state stays as it
+        # is: its amax is reduced by the quantizing passes.
+        axes = frozenset().union(*(compat.varying_axes(a) for a in jax.tree.leaves((params, x, extras))))
+        params, x, extras = jax.tree.map(lambda a: compat.pvary(a, axes), (params, x, extras))
+    if regime.explicit:
+        return _execute_explicit(run, regime, params, state, keys, x, extras)
+    return _run(run, params, state, keys, x, extras)
+
+
+def _execute_explicit(run: Run, regime: mesh.Regime, params: Params, state, keys, x, extras):
+    """Explicit axes become Auto inside the run; the shardings of its results follow from those of its operands."""
+    spec = _spec_entries(x)
+    extra_specs = []
+    for info in run.links:
+        names = params.get(info.scope, {})
+        spec = info.op.out_spec(spec, {name: _spec_entries(value) for name, value in names.items()})
+        extra_specs += [spec] * info.op.num_extra_outputs
+
+    def sharding(entries: tuple) -> NamedSharding:
+        return NamedSharding(regime.mesh, PartitionSpec(*entries))
+
+    inner = compat.auto_axes(
+        functools.partial(_run, run), axes=regime.explicit, out_sharding=(sharding(spec), tuple(map(sharding, extra_specs)))
+    )
+    return inner(params, state, keys, x, extras)
+
+
+def _spec_entries(x: Array) -> tuple:
+    """The PartitionSpec entries of an array's type, one for each dimension."""
+    entries = tuple(jax.typeof(x).sharding.spec)
+    return entries + (None,) * (x.ndim - len(entries))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(run: Run, params, state, keys, x, extras):
+    y, contexts = _forward(run, params, state, keys, x, extras, train=False)
+    return y, _extra_outputs(contexts)
+
+
+def _run_fwd(run: Run, params, state, keys, x, extras):
+    y, contexts = _forward(run, params, state, keys, x, extras, train=True)
+    residuals = (params, state, keys, [ctx.saved for ctx in contexts], [ctx.used for ctx in contexts])
+    return (y, _extra_outputs(contexts)), residuals
+
+
+def _run_bwd(run: Run, residuals, cotangents):
+    params, state, keys, saved, used = residuals
+    dy, extra_output_grads = cotangents
+    scales = _scales(run, state)
+    contexts = backward_contexts(run, params, keys, saved, extra_output_grads, scales)
+    for step in run.plan.backward:
+        dy = step(contexts, dy)
+    param_grads = jax.tree.map(jnp.zeros_like, params)
+    for ctx in contexts:
+        grads = param_grads.get(ctx.info.scope, {})
+        for name, grad in ctx.param_grads.items():
+            grads[name] = grads[name] + grad if (ctx.info.scope, name) in _shared(run) else grad
+    extra_grads = tuple(g for ctx in contexts for g in ctx.extra_input_grads)
+    state_grad = _new_state(run, state, [{**f, **ctx.used} for f, ctx in zip(used, contexts, strict=True)])
+    return param_grads, state_grad, None, dy, extra_grads
+
+
+_run.defvjp(_run_fwd, _run_bwd)
+
+
+def forward_contexts(run: Run, params, keys, extras, scales, *, train: bool) -> list[ForwardContext]:
+    contexts, extras = [], list(extras)
+    for info, key, scale in zip(run.links, keys, scales, strict=True):
+        taken, extras = extras[: info.op.num_extra_inputs], extras[info.op.num_extra_inputs :]
+        contexts.append(ForwardContext(info, params.get(info.scope, {}), train, key, tuple(taken), scale))
+    return contexts
+
+
+def backward_contexts(run: Run, params, keys, saved, extra_output_grads, scales) -> list[BackwardContext]:
+    contexts, grads = [], list(extra_output_grads)
+    for info, key, kept, scale in zip(run.links, keys, saved, scales, strict=True):
+        taken, grads = grads[: info.op.num_extra_outputs], grads[info.op.num_extra_outputs :]
+        contexts.append(BackwardContext(info, params.get(info.scope, {}), kept, key, tuple(taken), scale))
+    return contexts
+
+
+def _forward(run: Run, params, state, keys, x, extras, *, train: bool):
+    contexts = forward_contexts(run, params, keys, extras, _scales(run, state), train=train)
+    for step in run.plan.forward:
+        x = step(contexts, x)
+    return x, contexts
+
+
+def _extra_outputs(contexts: list[ForwardContext]) -> tuple[Array, ...]:
+    return tuple(out for ctx in contexts for out in ctx.extra_outputs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shared(run: Run) -> frozenset[tuple[str, str]]:
+    """(scope, parameter) of the parameters that several links of the run use: their gradients are summed."""
+    seen: set[tuple[str, str]] = set()
+    shared: set[tuple[str, str]] = set()
+    for info in run.links:
+        names = {(info.scope, spec.name) for spec in info.op.params(info.x_type)}
+        shared |= names & seen
+        seen |= names
+    return frozenset(shared)
+
+
+def _scales(run: Run, state) -> list[dict[str, Array]]:
+    """Per link: role -> the scale to quantize with. Empty without state (current scaling)."""
+    scales: list[dict[str, Array]] = [{} for _ in run.links]
+    if state:
+        view = fp8_state.read(state, run.fp8_max, run.recipe)
+        for row, (link, role) in enumerate(run.quantizers):
+            scales[link][role] = view.scale[row]
+    return scales
+
+
+def _new_state(run: Run, state, used: list[dict[str, tuple[Array, Array]]]):
+    """The state's cotangent: its next value; zero in the rows of quantizers that this call didn't use."""
+    if not state:
+        return state
+    rows = [used[link].get(role) for link, role in run.quantizers]
+    zero = jnp.zeros((), jnp.float32)
+    scale = jnp.stack([zero if row is None else row[0] for row in rows])
+    amax = jnp.stack([zero if row is None else row[1] for row in rows])
+    is_used = np.array([row is not None for row in rows])
+    view = fp8_state.read(state, run.fp8_max, run.recipe)
+    new = fp8_state.write(view, scale, amax, run.fp8_max, like=state)
+    if is_used.all():
+        return new
+    return jax.tree.map(lambda leaf: jnp.where(is_used[:, None] if leaf.ndim > 1 else is_used, leaf, 0), new)

@@ -1,0 +1,101 @@
+"""Chooses the steps of a run: a pure function of its links and of the rules, cached on exactly these."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from te_jax.fusion.pattern import Rule, Step, windows
+from te_jax.ops.base import LinkInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardOp:
+    """The unfused forward step of one op."""
+
+    link: int
+    label: str
+
+    @property
+    def links(self) -> tuple[int, ...]:
+        return (self.link,)
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    def __call__(self, contexts: list[Any], x: Any) -> Any:
+        ctx = contexts[self.link]
+        return ctx.info.op.forward(ctx, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardOp(ForwardOp):
+    """The unfused backward step of one op."""
+
+    def __call__(self, contexts: list[Any], dy: Any) -> Any:
+        ctx = contexts[self.link]
+        return ctx.info.op.backward(ctx, dy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A rule whose pattern was there, and why it didn't apply."""
+
+    rule: str
+    links: tuple[int, ...]
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """The steps of one run of ops; ``backward`` in the order in which they run, last op first."""
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    forward_refusals: tuple[Refusal, ...]
+    backward_refusals: tuple[Refusal, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_run(
+    links: tuple[LinkInfo, ...], forward_rules: tuple[Rule, ...], backward_rules: tuple[Rule, ...]
+) -> RunPlan:
+    """Walks the run from the front (forward) and from the back (backward); the first rule that applies wins."""
+    forward, forward_refusals = _choose(links, forward_rules, backward=False)
+    backward, backward_refusals = _choose(links, backward_rules, backward=True)
+    return RunPlan(forward, backward, forward_refusals, backward_refusals)
+
+
+def _choose(
+    links: tuple[LinkInfo, ...], rules: tuple[Rule, ...], *, backward: bool
+) -> tuple[tuple[Step, ...], tuple[Refusal, ...]]:
+    steps: list[Step] = []
+    refusals: list[Refusal] = []
+    left = len(links)
+    while left:
+        at = left - 1 if backward else len(links) - left
+        step = _first_match(links, rules, at, backward, refusals)
+        if step is None:
+            op = str(links[at].op)
+            step = BackwardOp(at, f"d-{op}") if backward else ForwardOp(at, op)
+        expected = tuple(range(left - len(step.links), left)) if backward else tuple(range(at, at + len(step.links)))
+        if step.links != expected:
+            raise ValueError(f"fusion step {step.name!r}: expected it to run links {expected}, got {step.links}")
+        steps.append(step)
+        left -= len(step.links)
+    return tuple(steps), tuple(refusals)
+
+
+def _first_match(
+    links: tuple[LinkInfo, ...], rules: tuple[Rule, ...], at: int, backward: bool, refusals: list[Refusal]
+) -> Step | None:
+    for rule in rules:
+        for window in windows(rule, links, **({"last": at} if backward else {"first": at})):
+            reason = rule.condition(window)
+            if reason is None:
+                return rule.step(window)
+            if len(rule.pattern) > 1 and sum(p is not None for p in window.picks) > 1:
+                refusals.append(Refusal(rule.name, window.consumed, reason))
+    return None

@@ -1,0 +1,184 @@
+"""FusionPlan: what a chain will run, readable and comparable.
+
+Custom calls are not predicted but read: every step is traced with abstract values, and the primitives that it binds
+are listed. So a plan can't differ from the program, and a test compares it with the lowered one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+
+from te_jax.fusion.execute import Run, _scales, backward_contexts, forward_contexts
+from te_jax.fusion.fuser import Refusal
+from te_jax.ops.base import LinkInfo
+from te_jax.primitives import TARGETS, library
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStep:
+    """One step: the links it runs, what it does, the custom calls it makes, and what kept it from more."""
+
+    ops: tuple[str, ...]
+    name: str
+    custom_calls: tuple[str, ...]
+    writes_fp8: bool
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        calls = _with_counts(self.custom_calls) if self.custom_calls else "XLA"
+        lines = [f"{', '.join(self.ops):44s} {self.name:44s} {calls}"]
+        lines += [f"      {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class FusionPlan:
+    """The steps of a chain, forward, and backward in the order in which they run.
+
+    ``str(plan)`` prints them; two plans are equal if they do the same for the same ops.
+    """
+
+    title: str
+    forward: tuple[PlannedStep, ...]
+    backward: tuple[PlannedStep, ...]
+    platform_note: str
+
+    @property
+    def custom_calls(self) -> dict[str, int]:
+        """Target -> number of custom calls, forward and backward with every gradient wanted."""
+        counts: dict[str, int] = {}
+        for step in (*self.forward, *self.backward):
+            for call in step.custom_calls:
+                counts[call] = counts.get(call, 0) + 1
+        return counts
+
+    def __str__(self) -> str:
+        lines = [self.title, "forward"]
+        lines += [f"  {n}. {step}" for n, step in enumerate(self.forward, 1)]
+        if self.backward:
+            lines += ["backward", *(f"  {n}. {step}" for n, step in enumerate(self.backward, 1))]
+        total = sum(self.custom_calls.values())
+        counts = ", ".join(f"{n} {target}" for target, n in sorted(self.custom_calls.items()))
+        return "\n".join([*lines, f"{total} custom calls" + (f": {counts}" if counts else ""), self.platform_note])
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    """A Flax module or function between two runs: it runs as it is."""
+
+    label: str
+
+
+def make_plan(
+    title: str, segments: list[tuple[Run, dict] | Foreign], *, train: bool, platform: str | None
+) -> FusionPlan:
+    """The plan of a chain, from its runs (each with the avals of its arguments) and what stands between them."""
+    forward: list[PlannedStep] = []
+    backward: list[PlannedStep] = []
+    for segment in segments:
+        if isinstance(segment, Foreign):
+            foreign = PlannedStep((segment.label,), "as it is; ends a run", (), False, ())
+            forward.append(foreign)
+            backward.insert(0, foreign) if train else None
+            continue
+        run, avals = segment
+        run_forward, run_backward = _trace_run(run, avals, train)
+        forward += run_forward
+        backward = run_backward + backward
+    return FusionPlan(title, tuple(forward), tuple(backward), _platform_note(platform))
+
+
+def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[PlannedStep], list[PlannedStep]]:
+    """Traces a run step by step; values between steps are ShapeDtypeStructs."""
+    params, state, keys, x, extras = (avals[k] for k in ("params", "state", "keys", "x", "extras"))
+    scales = jax.eval_shape(lambda s: _scales(run, s), state)
+
+    arrays = (params, keys, extras, scales)
+    left: list[tuple[Any, tuple]] = [((), ())] * len(run.links)  # what each link saved, and its extra outputs
+    forward, value = [], x
+    for step in run.plan.forward:
+
+        def forward_step(arrays, value, step=step):
+            contexts = forward_contexts(run, *arrays, train=train)
+            value = step(contexts, value)
+            return value, [(ctx.saved, ctx.extra_outputs) for ctx in contexts]
+
+        calls, (value, out) = _trace(forward_step, arrays, value)
+        left = [new if i in step.links else old for i, (old, new) in enumerate(zip(left, out, strict=True))]
+        forward.append(_planned(run, step, calls, value, run.plan.forward_refusals))
+    if not train:
+        return forward, []
+    saved, extra_grads = [kept for kept, _ in left], [g for _, outputs in left for g in outputs]
+    backward = []
+    for step in run.plan.backward:
+
+        def backward_step(arrays, saved, extra_grads, value, step=step):
+            params, keys, _, scales = arrays
+            contexts = backward_contexts(run, params, keys, saved, extra_grads, scales)
+            value = step(contexts, value)
+            return value, [(ctx.param_grads, ctx.extra_input_grads) for ctx in contexts]
+
+        calls, (value, _) = _trace(backward_step, arrays, saved, extra_grads, value)
+        backward.append(_planned(run, step, calls, value, run.plan.backward_refusals))
+    return forward, backward
+
+
+def _trace(fn, *avals) -> tuple[tuple[str, ...], Any]:
+    jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*avals)
+    return tuple(_custom_calls(jaxpr.jaxpr)), shapes
+
+
+def _custom_calls(jaxpr) -> list[str]:
+    """The te_jax primitives that a jaxpr binds, those of inner jaxprs included."""
+    calls = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in TARGETS:
+            calls.append(eqn.primitive.name)
+            continue
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, tuple | list) else (param,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    calls += _custom_calls(inner)
+    return calls
+
+
+def _planned(run: Run, step, calls, value, refusals: tuple[Refusal, ...]) -> PlannedStep:
+    links = [run.links[i] for i in step.links]
+    notes = [f"no {r.rule}: {r.reason}" for r in refusals if r.links[0] in step.links]
+    notes += [f"not quantized: {info.why_unquantized}" for info in links if info.why_unquantized]
+    if any("te_jax_gemm" in call for call in calls):
+        notes.append(_accumulation(links))
+    writes_fp8 = not isinstance(value, Array | jax.ShapeDtypeStruct)
+    return PlannedStep(
+        tuple(info.label for info in links), step.name, calls, writes_fp8, tuple(n for n in dict.fromkeys(notes) if n)
+    )
+
+
+def _accumulation(links: list[LinkInfo]) -> str:
+    recipe = links[0].recipe
+    assert recipe is not None
+    fast = {gemm: "fast" if recipe.fast_accumulation(gemm) else "precise" for gemm in ("fprop", "dgrad", "wgrad")}
+    return "accumulation: " + ", ".join(f"{gemm} {how}" for gemm, how in fast.items())
+
+
+def _with_counts(calls: tuple[str, ...]) -> str:
+    counts: dict[str, int] = {}
+    for call in calls:
+        counts[call] = counts.get(call, 0) + 1
+    return ", ".join(call if n == 1 else f"{n} {call}" for call, n in counts.items())
+
+
+def _platform_note(platform: str | None) -> str:
+    platform = platform or jax.default_backend()
+    platform = {"gpu": "cuda"}.get(platform, platform)
+    if platform not in ("cpu", "cuda"):
+        return f"on {platform}: no custom calls, the jnp reference runs instead"
+    status = library.status(platform)
+    if status.available:
+        return f"on {platform}: custom calls from {status.path}"
+    return f"on {platform}: the jnp reference runs instead of custom calls: {status.reason}"

@@ -1,0 +1,9 @@
+"""The fusion rules, in the order in which they are tried. A tuple of rules is a value: pass another one to a chain."""
+
+from te_jax.fusion.pattern import Rule
+from te_jax.fusion.rules.activation_grad import ACTIVATION_GRAD_QUANTIZE
+from te_jax.fusion.rules.linear import BACKWARD_LINEAR_BIAS, FORWARD_LINEAR_BIAS_ADD
+from te_jax.fusion.rules.producer import PRODUCER_QUANTIZE
+
+FORWARD_RULES: tuple[Rule, ...] = (FORWARD_LINEAR_BIAS_ADD, PRODUCER_QUANTIZE)
+BACKWARD_RULES: tuple[Rule, ...] = (ACTIVATION_GRAD_QUANTIZE, BACKWARD_LINEAR_BIAS)

@@ -1,0 +1,55 @@
+"""Backward [(BasicLinear), Bias?, activation]: d-activation, dbias and the linear's FP8 cotangent in one pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from te_jax.fusion.pattern import Rule, Window, slot
+from te_jax.fusion.rules.linear import why_no_fp8_gemm
+from te_jax.fusion.rules.producer import ACTIVATIONS
+from te_jax.ops import linear
+from te_jax.ops.bias import Bias
+from te_jax.ops.linear import BasicLinear
+from te_jax.quant.tensor import QTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationGradQuantize:
+    """The step: the linear itself is the next one to run, and gets its dy quantized."""
+
+    consumer: int
+    bias: int | None
+    activation: int
+
+    @property
+    def links(self) -> tuple[int, ...]:
+        return tuple(i for i in (self.bias, self.activation) if i is not None)
+
+    @property
+    def name(self) -> str:
+        return "d-activation" + ("+dbias" if self.bias is not None else "") + "+quantize for the linear before"
+
+    def __call__(self, contexts: list[Any], dy: Any) -> QTensor:
+        ctx, consumer = contexts[self.activation], contexts[self.consumer]
+        out = ctx.info.op.backward_quantized(
+            ctx, dy, linear.scale_of(consumer, "dy"), linear.quantizing(consumer.info, "dy"), dbias=self.bias is not None
+        )
+        if self.bias is not None:
+            bias_ctx = contexts[self.bias]
+            bias_ctx.param_grads["bias"] = out.dbias.astype(bias_ctx.params["bias"].dtype)
+        return linear.as_qtensor(consumer, "dy", out, dy.dtype)
+
+
+def _condition(window: Window) -> str | None:
+    info = window.info(0)
+    assert info is not None
+    return why_no_fp8_gemm(info)
+
+
+ACTIVATION_GRAD_QUANTIZE = Rule(
+    name="d-activation+dbias+quantize",
+    pattern=(slot(BasicLinear, ahead=True), slot(Bias, optional=True), slot(*ACTIVATIONS)),
+    condition=_condition,
+    step=lambda w: ActivationGradQuantize(w.picks[0], w.picks[1], w.picks[2]),  # type: ignore[arg-type]
+)

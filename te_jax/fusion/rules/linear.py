@@ -1,0 +1,106 @@
+"""Linear with what follows it: bias and residual in the GEMM's epilogue; bias gradient as a by-product.
+
+Forward   [BasicLinear, Bias?, AddExtraInput?]   y = x w + bias + extra in one GEMM, rounded once
+Backward  [BasicLinear, Bias]                    dbias from the pass that quantizes dy
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from te_jax.fusion.pattern import Rule, Window, slot
+from te_jax.ops import linear
+from te_jax.ops.base import LinkInfo
+from te_jax.ops.bias import Bias
+from te_jax.ops.linear import BasicLinear
+from te_jax.ops.residual import AddExtraInput
+from te_jax.recipe import BlockScaling
+
+
+def why_no_fp8_gemm(info: LinkInfo) -> str | None:
+    """Why this linear has no FP8 GEMM of ours to fuse into; None if it has."""
+    if not info.quantized:
+        return info.why_unquantized
+    if isinstance(info.recipe, BlockScaling):
+        return "BlockScaling runs through the jnp reference"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardLinear:
+    """The forward step: one GEMM with the epilogue that its links ask for."""
+
+    linear: int
+    bias: int | None
+    add: int | None
+
+    @property
+    def links(self) -> tuple[int, ...]:
+        return tuple(i for i in (self.linear, self.bias, self.add) if i is not None)
+
+    @property
+    def name(self) -> str:
+        return "linear" + ("+bias" if self.bias is not None else "") + ("+add" if self.add is not None else "")
+
+    def __call__(self, contexts: list[Any], x: Any) -> Any:
+        bias = None if self.bias is None else contexts[self.bias].params["bias"]
+        extra = None if self.add is None else contexts[self.add].extra_inputs[0]
+        return linear.forward(contexts[self.linear], x, bias, extra)
+
+
+def _forward_condition(window: Window) -> str | None:
+    info, bias, add = window.info(0), window.info(1), window.info(2)
+    assert info is not None
+    if bias is None and add is None:
+        return "nothing to fuse"
+    if (reason := why_no_fp8_gemm(info)) is not None:
+        return reason
+    if bias is not None and info.x_type.dtype != jnp.bfloat16:
+        return f"cuBLASLt's FP8 GEMM adds a bfloat16 bias only, the chain computes in {info.x_type.dtype}"
+    if add is not None and info.x_type.dtype == jnp.float16:
+        return "the GEMM writes float32 for a float16 chain"
+    if add is not None and isinstance(add.op, AddExtraInput) and not add.op.in_place:
+        return "AddExtraInput(in_place=False)"
+    return None
+
+
+FORWARD_LINEAR_BIAS_ADD = Rule(
+    name="linear+bias+add",
+    pattern=(slot(BasicLinear), slot(Bias, optional=True), slot(AddExtraInput, optional=True)),
+    condition=_forward_condition,
+    step=lambda w: ForwardLinear(w.picks[0], w.picks[1], w.picks[2]),  # type: ignore[arg-type]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardLinearBias:
+    """The backward step: quantize dy with its sum over tokens, then dgrad and wgrad."""
+
+    linear: int
+    bias: int
+
+    name = "dbias+quantize+dgrad+wgrad"
+
+    @property
+    def links(self) -> tuple[int, ...]:
+        return (self.linear, self.bias)
+
+    def __call__(self, contexts: list[Any], dy: Any) -> Any:
+        return linear.backward_with_bias(contexts[self.linear], contexts[self.bias], dy)
+
+
+def _backward_condition(window: Window) -> str | None:
+    info = window.info(0)
+    assert info is not None
+    return why_no_fp8_gemm(info)
+
+
+BACKWARD_LINEAR_BIAS = Rule(
+    name="dbias+quantize",
+    pattern=(slot(BasicLinear), slot(Bias)),
+    condition=_backward_condition,
+    step=lambda w: BackwardLinearBias(w.picks[0], w.picks[1]),  # type: ignore[arg-type]
+)

@@ -1,0 +1,51 @@
+"""Forward [norm or activation, (BasicLinear)]: the producer writes the linear's FP8 input, nothing in high precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from te_jax.fusion.pattern import Rule, Window, slot
+from te_jax.fusion.rules.linear import why_no_fp8_gemm
+from te_jax.ops import linear
+from te_jax.ops.activation import GEGLU, GELU, ReLU, SiLU, SwiGLU
+from te_jax.ops.linear import BasicLinear
+from te_jax.ops.norm import LayerNorm, RMSNorm
+from te_jax.quant.tensor import QTensor
+
+NORMS = (RMSNorm, LayerNorm)
+ACTIVATIONS = (ReLU, GELU, SiLU, GEGLU, SwiGLU)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProducerQuantize:
+    """The step: runs the producer, books scale and amax with the linear it writes for."""
+
+    producer: int
+    consumer: int
+
+    name = "quantize for the next linear"
+
+    @property
+    def links(self) -> tuple[int, ...]:
+        return (self.producer,)
+
+    def __call__(self, contexts: list[Any], x: Any) -> QTensor:
+        ctx, consumer = contexts[self.producer], contexts[self.consumer]
+        quantizing = linear.quantizing(consumer.info, "x", train=consumer.train)
+        out = ctx.info.op.forward_quantized(ctx, x, linear.scale_of(consumer, "x"), quantizing)
+        return linear.as_qtensor(consumer, "x", out, x.dtype)
+
+
+def _condition(window: Window) -> str | None:
+    info = window.info(1)
+    assert info is not None
+    return why_no_fp8_gemm(info)
+
+
+PRODUCER_QUANTIZE = Rule(
+    name="producer+quantize",
+    pattern=(slot(*NORMS, *ACTIVATIONS), slot(BasicLinear, ahead=True)),
+    condition=_condition,
+    step=lambda w: ProducerQuantize(w.picks[0], w.picks[1]),  # type: ignore[arg-type]
+)

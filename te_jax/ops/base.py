@@ -1,0 +1,144 @@
+"""What an op of a chain is, and what it is given.
+
+An op is frozen data plus a forward and a backward function over plain arrays. It knows nothing of Flax, of the
+ops around it or of fusion: a fused step calls the same functions, or replaces them and keeps what they save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from te_jax.recipe import Recipe
+
+TensorType = jax.ShapeDtypeStruct  # shape and dtype of a value between ops
+Initializer = Callable[[Array, tuple[int, ...], Any], Array]
+
+
+def tokens(x: TensorType | Array) -> int:
+    """Product of the leading dimensions: the number of rows a GEMM sees."""
+    return math.prod(x.shape[:-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """A parameter an op wants: ``shape``, ``init(key, shape, dtype)``; its dtype is the chain's ``param_dtype``."""
+
+    name: str
+    shape: tuple[int, ...]
+    init: Initializer
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """Base of all ops. Subclasses are frozen dataclasses; an object listed twice shares its parameters.
+
+    ``name``: the scope of the op's parameters (default ``ops_<i>``; "" means the module's own scope).
+    """
+
+    name: str | None = dataclasses.field(default=None, kw_only=True)
+
+    num_extra_inputs: ClassVar[int] = 0
+    num_extra_outputs: ClassVar[int] = 0
+    roles: ClassVar[tuple[str, ...]] = ()  # the quantizers it has; only linears have any
+
+    def expand(self) -> tuple[Op, ...]:
+        """The basic ops it stands for; they share the parameter scope of this one."""
+        return (self,)
+
+    def params(self, x: TensorType) -> tuple[ParamSpec, ...]:
+        """The parameters it needs for an input of this type."""
+        del x
+        return ()
+
+    def out_type(self, x: TensorType) -> TensorType:
+        """Shape and dtype of its result; raises ValueError where the input doesn't fit."""
+        return x
+
+    def out_spec(self, x_spec: tuple, param_specs: Mapping[str, tuple]) -> tuple:
+        """PartitionSpec entries of the result on an Explicit mesh, from those of x and of the parameters."""
+        del param_specs
+        return x_spec
+
+    def needs_key(self, deterministic: bool) -> bool:
+        """Whether it draws random numbers."""
+        del deterministic
+        return False
+
+    def forward(self, ctx: ForwardContext, x: Array) -> Array:
+        """The result; puts what ``backward`` needs into ``ctx.saved``."""
+        raise NotImplementedError
+
+    def backward(self, ctx: BackwardContext, dy: Array) -> Array:
+        """The cotangent of x; puts those of parameters and extra inputs into ``ctx``."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkInfo:
+    """What is known of one op in its place in a chain before any value is."""
+
+    op: Op
+    index: int  # place in the user's list
+    scope: str  # where its parameters are: the scope of the first place of the same object
+    x_type: TensorType
+    recipe: Recipe | None = None
+    why_unquantized: str | None = None  # linears: why they run in high precision; None: they are quantized
+
+    @property
+    def label(self) -> str:
+        return f"{self.op}({self.scope or 'params'})"
+
+    @property
+    def quantized(self) -> bool:
+        return bool(self.op.roles) and self.why_unquantized is None
+
+    @property
+    def y_type(self) -> TensorType:
+        return self.op.out_type(self.x_type)
+
+
+@dataclasses.dataclass
+class ForwardContext:
+    """One op's view of a forward pass: what it is given (above) and what it leaves (below)."""
+
+    info: LinkInfo
+    params: Mapping[str, Array]
+    train: bool  # a backward pass follows
+    key: Array | None = None
+    extra_inputs: tuple[Array, ...] = ()
+    scales: Mapping[str, Array] = dataclasses.field(default_factory=dict)  # by role; f32[], 0: unseeded
+
+    saved: Any = ()
+    extra_outputs: tuple[Array, ...] = ()
+    used: dict[str, tuple[Array, Array]] = dataclasses.field(default_factory=dict)  # role -> (scale, amax)
+
+
+@dataclasses.dataclass
+class BackwardContext:
+    """One op's view of a backward pass."""
+
+    info: LinkInfo
+    params: Mapping[str, Array]
+    saved: Any
+    key: Array | None = None
+    extra_output_grads: tuple[Array, ...] = ()
+    scales: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+
+    param_grads: dict[str, Array] = dataclasses.field(default_factory=dict)
+    extra_input_grads: tuple[Array, ...] = ()
+    used: dict[str, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
+
+
+def sum_over_lead(x: Array, dtype: Any) -> Array:
+    """[*lead, C] -> [C]: summed in fp32, rounded once."""
+    return jnp.sum(x, axis=tuple(range(x.ndim - 1)), dtype=jnp.float32).astype(dtype)

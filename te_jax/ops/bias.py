@@ -1,0 +1,27 @@
+"""Bias: y = x + bias."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.nn import initializers
+from jax import Array
+
+from te_jax.ops.base import BackwardContext, ForwardContext, Initializer, Op, ParamSpec, TensorType, sum_over_lead
+
+
+@dataclasses.dataclass(frozen=True)
+class Bias(Op):
+    """Adds a bias over the last dimension. Parameter ``bias`` [C]."""
+
+    init: Initializer = initializers.zeros
+
+    def params(self, x: TensorType) -> tuple[ParamSpec, ...]:
+        return (ParamSpec("bias", (x.shape[-1],), self.init),)
+
+    def forward(self, ctx: ForwardContext, x: Array) -> Array:
+        return x + ctx.params["bias"].astype(x.dtype)
+
+    def backward(self, ctx: BackwardContext, dy: Array) -> Array:
+        ctx.param_grads["bias"] = sum_over_lead(dy, ctx.params["bias"].dtype)
+        return dy

@@ -1,0 +1,230 @@
+"""Linear ops: y = x w (+ bias), quantized as the recipe says.
+
+x [*lead, K], w [K, N], cotangent dy [*lead, N]. The three GEMMs of a linear, all operands K-major:
+
+  fprop  y [*lead, N] = Q(x) [*lead, K] . Q(w)^T [N, K]
+  dgrad dx [*lead, K] = Q(dy) [*lead, N] . Q(w) [K, N]
+  wgrad dw [K, N]     = Q(x)^T [K, *lead] . Q(dy)^T [N, *lead]
+
+Between forward and backward it saves Q(x)^T and Q(w) (FP8), or x alone where it runs in high precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.nn import initializers
+
+from te_jax import primitives
+from te_jax.errors import check_value
+from te_jax.ops.base import (
+    BackwardContext,
+    ForwardContext,
+    Initializer,
+    LinkInfo,
+    Op,
+    ParamSpec,
+    TensorType,
+    tokens,
+)
+from te_jax.ops.bias import Bias
+from te_jax.ops.block_linear import block_backward, block_forward
+from te_jax.parallel import mesh
+from te_jax.primitives.spec import GemmSpec, QuantizeSpec
+from te_jax.quant.tensor import QTensor
+from te_jax.recipe import BlockScaling, Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class BasicLinear(Op):
+    """y = x w. Parameter ``kernel`` [K, features].
+
+    ``out_sharding``: on an Explicit mesh, the mesh axis (or axes) of the result's last dimension; default: the kernel's.
+    """
+
+    features: int
+    init: Initializer = dataclasses.field(default=initializers.lecun_normal(), kw_only=True)
+    out_sharding: Any = dataclasses.field(default=None, kw_only=True)
+
+    roles: ClassVar[tuple[str, ...]] = ("x", "kernel", "dy")
+
+    def __post_init__(self) -> None:
+        check_value(
+            isinstance(self.features, int) and self.features > 0,
+            "BasicLinear",
+            "features",
+            "a positive int",
+            repr(self.features),
+        )
+
+    def params(self, x: TensorType) -> tuple[ParamSpec, ...]:
+        return (ParamSpec("kernel", (x.shape[-1], self.features), self.init),)
+
+    def out_type(self, x: TensorType) -> TensorType:
+        return TensorType((*x.shape[:-1], self.features), x.dtype)
+
+    def out_spec(self, x_spec: tuple, param_specs) -> tuple:
+        last = self.out_sharding if self.out_sharding is not None else param_specs["kernel"][-1]
+        return (*x_spec[:-1], last)
+
+    def forward(self, ctx: ForwardContext, x: Array | QTensor) -> Array:
+        return forward(ctx, x)
+
+    def backward(self, ctx: BackwardContext, dy: Array | QTensor) -> Array:
+        return backward(ctx, dy)
+
+    def __str__(self) -> str:
+        return "Linear"
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(Op):
+    """y = x w + bias: a BasicLinear and a Bias that share one scope, so that each parameter exists once."""
+
+    features: int
+    use_bias: bool = True
+    kernel_init: Initializer = dataclasses.field(default=initializers.lecun_normal(), kw_only=True)
+    bias_init: Initializer = dataclasses.field(default=initializers.zeros, kw_only=True)
+    out_sharding: Any = dataclasses.field(default=None, kw_only=True)
+
+    def expand(self) -> tuple[Op, ...]:
+        linear = BasicLinear(self.features, init=self.kernel_init, out_sharding=self.out_sharding, name=self.name)
+        return (linear, Bias(self.bias_init, name=self.name)) if self.use_bias else (linear,)
+
+
+def why_unquantized(op: BasicLinear, x: TensorType, recipe: Recipe | None) -> str | None:
+    """Why this linear runs as XLA's own dot in high precision; None if it is quantized."""
+    if recipe is None:
+        return "recipe None"
+    if isinstance(recipe, BlockScaling):
+        return None
+    # Every one of tokens, K and N is contracted or minor in one of the three GEMMs.
+    return primitives.support.why_not_fp8_linear(tokens(x), x.shape[-1], op.features)
+
+
+def quantizing(info: LinkInfo, role: str, *, train: bool = True) -> dict[str, Any]:
+    """The fields of a QuantizingSpec by which a producer writes this linear's operand of that role.
+
+    x is used transposed in wgrad and the kernel as it is in dgrad, so neither is written where no backward follows.
+    """
+    recipe = info.recipe
+    assert recipe is not None
+    return {
+        "format": recipe.format(role).name,
+        "data": train or role != "kernel",
+        "data_t": train or role == "kernel",
+        "amax": train and recipe.stateful,
+        "margin": recipe.margin,
+        "power_of_two": recipe.power_of_two,
+    }
+
+
+def as_qtensor(ctx: ForwardContext | BackwardContext, role: str, out: primitives.QuantizeOut, dtype: Any) -> QTensor:
+    """What a pass wrote for ``role``, with its scale and amax entered in the state's books."""
+    recipe = ctx.info.recipe
+    assert recipe is not None
+    if out.amax is not None:
+        ctx.used[role] = (out.scale, out.amax)
+    return QTensor(
+        data=out.data, data_t=out.data_t, scale_inv=out.scale_inv, format=recipe.format(role).name, dtype=jnp.dtype(dtype).name
+    )
+
+
+def scale_of(ctx: ForwardContext | BackwardContext, role: str) -> Array:
+    """f32[]: the scale to quantize with; 0 (derive it from this tensor) without history."""
+    return ctx.scales.get(role, jnp.zeros((), jnp.float32))
+
+
+def quantize_operand(
+    ctx: ForwardContext | BackwardContext, role: str, x: Array, *, train: bool = True, dbias: bool = False
+) -> tuple[QTensor, Array | None]:
+    """Quantizes one operand by itself; with ``dbias`` also its sum over the leading dimensions, f32."""
+    spec = QuantizeSpec(dbias=dbias, **quantizing(ctx.info, role, train=train))
+    scale = scale_of(ctx, role)
+    out = primitives.quantize(x, scale, spec, amax_axes=mesh.amax_axes(x, scale, ctx.info.recipe))
+    return as_qtensor(ctx, role, out, x.dtype), out.dbias
+
+
+def forward(ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, c: Array | None = None) -> Array:
+    """y [*lead, N] = x w (+ bias [N]) (+ c [*lead, N]); x may come quantized from its producer."""
+    info, kernel = ctx.info, ctx.params["kernel"]
+    if not info.quantized:
+        assert not isinstance(x, QTensor) and bias is None and c is None
+        ctx.saved = x
+        return lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
+    if isinstance(info.recipe, BlockScaling):
+        assert not isinstance(x, QTensor) and bias is None and c is None
+        return block_forward(ctx, x)
+    dtype = info.x_type.dtype
+    x_q = x if isinstance(x, QTensor) else quantize_operand(ctx, "x", x, train=ctx.train)[0]
+    kernel_q, _ = quantize_operand(ctx, "kernel", kernel, train=ctx.train)
+    spec = GemmSpec(
+        out_dtype=gemm_dtype(dtype),
+        bias=bias is not None,
+        beta=0.0 if c is None else 1.0,
+        fast_accumulation=info.recipe.fast_accumulation("fprop"),
+    )
+    y, _ = primitives.gemm(
+        x_q.data,
+        kernel_q.data_t,
+        spec,
+        lhs_scale_inv=x_q.scale_inv,
+        rhs_scale_inv=kernel_q.scale_inv,
+        bias=None if bias is None else bias.astype(jnp.bfloat16),  # the type cuBLASLt's FP8 epilogue takes
+        c=c,
+    )
+    ctx.saved = (x_q.data_t, x_q.scale_inv, kernel_q.data, kernel_q.scale_inv)
+    return y.astype(dtype)
+
+
+def backward(ctx: BackwardContext, dy: Array | QTensor) -> Array:
+    """dx [*lead, K]; dw [K, N] goes to ``ctx.param_grads``. dy may come quantized from its producer."""
+    info, kernel = ctx.info, ctx.params["kernel"]
+    if not info.quantized:
+        assert not isinstance(dy, QTensor)
+        return _high_precision_backward(ctx, dy)
+    if isinstance(info.recipe, BlockScaling):
+        assert not isinstance(dy, QTensor)
+        return block_backward(ctx, dy)
+    dtype = info.x_type.dtype
+    x_t, x_scale_inv, kernel_data, kernel_scale_inv = ctx.saved
+    dy_q = dy if isinstance(dy, QTensor) else quantize_operand(ctx, "dy", dy)[0]
+    dgrad = GemmSpec(out_dtype=gemm_dtype(dtype), fast_accumulation=info.recipe.fast_accumulation("dgrad"))
+    dx, _ = primitives.gemm(
+        dy_q.data, kernel_data, dgrad, lhs_scale_inv=dy_q.scale_inv, rhs_scale_inv=kernel_scale_inv
+    )
+    wgrad = GemmSpec(
+        contract_dims=len(info.x_type.shape) - 1,
+        out_dtype=gemm_dtype(kernel.dtype),
+        fast_accumulation=info.recipe.fast_accumulation("wgrad"),
+    )
+    dw, _ = primitives.gemm(x_t, dy_q.data_t, wgrad, lhs_scale_inv=x_scale_inv, rhs_scale_inv=dy_q.scale_inv)
+    ctx.param_grads["kernel"] = dw.astype(kernel.dtype)
+    return dx.astype(dtype)
+
+
+def backward_with_bias(ctx: BackwardContext, bias_ctx: BackwardContext, dy: Array) -> Array:
+    """As ``backward``; the bias gradient is a by-product of quantizing dy, so dy is read once."""
+    dy_q, dbias = quantize_operand(ctx, "dy", dy, dbias=True)
+    bias_ctx.param_grads["bias"] = dbias.astype(bias_ctx.params["bias"].dtype)
+    return backward(ctx, dy_q)
+
+
+def gemm_dtype(dtype: Any) -> str:
+    """The output type a GEMM writes for a tensor of this dtype: float16 goes through float32."""
+    return "bfloat16" if jnp.dtype(dtype) == jnp.bfloat16 else "float32"
+
+
+def _high_precision_backward(ctx: BackwardContext, dy: Array) -> Array:
+    x, kernel = ctx.saved, ctx.params["kernel"]
+    lead = tuple(range(x.ndim - 1))
+    dx = lax.dot_general(dy, kernel.astype(x.dtype), (((dy.ndim - 1,), (1,)), ((), ())))
+    dw = lax.dot_general(x, dy, ((lead, lead), ((), ())), preferred_element_type=kernel.dtype)
+    ctx.param_grads["kernel"] = dw.astype(kernel.dtype)
+    return dx
+
+
+__all__ = ["BasicLinear", "Linear", "backward", "backward_with_bias", "forward", "why_unquantized"]

@@ -1,0 +1,82 @@
+"""Which kind of mesh the code being traced runs under, and the axes over which an amax has to be reduced.
+
+JAX has three kinds of mesh axis. Auto: the compiler decides how arrays are split (types don't show it). Explicit: the
+split is part of an array's type. Manual: inside ``shard_map``, code sees one device's part. One mesh may mix them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import jax
+from jax.sharding import AxisType
+
+from te_jax import compat
+
+
+class Kind(enum.Enum):
+    AUTO = "auto"
+    EXPLICIT = "explicit"
+    MANUAL = "manual"
+
+
+@dataclasses.dataclass(frozen=True)
+class Regime:
+    """The mesh that operands live on, and its axes by type. ``auto`` and ``explicit`` omit axes of size 1.
+
+    No mesh at all is the same as an Auto mesh: under ``jit`` the types of arrays on an Auto mesh don't show it.
+    """
+
+    mesh: jax.sharding.AbstractMesh
+    manual: tuple[str, ...]
+    explicit: tuple[str, ...]
+    auto: tuple[str, ...]
+
+    @property
+    def kind(self) -> Kind:
+        """MANUAL inside ``shard_map``, otherwise EXPLICIT if any axis is, otherwise AUTO."""
+        if self.manual:
+            return Kind.MANUAL
+        return Kind.EXPLICIT if self.explicit else Kind.AUTO
+
+
+def regime(*arrays) -> Regime:
+    """The regime for an operation on ``arrays``: their mesh if their types show one, otherwise the current mesh."""
+    mesh = compat.get_abstract_mesh()
+    for array in arrays:
+        sharding = jax.typeof(array).sharding
+        if mesh.empty and not sharding.mesh.empty:
+            mesh = sharding.mesh
+    by_type = {kind: [] for kind in AxisType}
+    for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
+        if size > 1 or kind == AxisType.Manual:
+            by_type[kind].append(name)
+    return Regime(
+        mesh=mesh,
+        manual=tuple(by_type[AxisType.Manual]),
+        explicit=tuple(by_type[AxisType.Explicit]),
+        auto=tuple(by_type[AxisType.Auto]),
+    )
+
+
+def manual_axes() -> tuple[str, ...]:
+    """The axes that are manual here: those of the surrounding ``shard_map``."""
+    return tuple(compat.get_abstract_mesh().manual_axes)
+
+
+def amax_axes(x, state=None, recipe=None) -> tuple[str, ...]:
+    """The manual axes over which the amax of ``x`` is reduced: those that x varies over and its state does not.
+
+    Args:
+      x: the tensor whose amax is taken.
+      state: the scale (or any leaf of the quantizer's state); None: a state that is the same everywhere.
+      recipe: only in a ``shard_map`` with ``check_vma=False``, where types don't show what varies: its
+        ``amax_axes``, or all manual axes if that is None or there is no recipe.
+    """
+    axes = manual_axes()
+    if axes and not compat.checks_varying_axes():
+        chosen = getattr(recipe, "amax_axes", None)
+        return axes if chosen is None else tuple(chosen)
+    varying = compat.varying_axes(x) - (compat.varying_axes(state) if state is not None else frozenset())
+    return tuple(axis for axis in axes if axis in varying)

@@ -1,0 +1,21 @@
+"""The JAX primitives of te_jax: one custom call each, with a jnp reference. Contract: docs/design/0001."""
+
+from te_jax.primitives import custom_call as _custom_call
+from te_jax.primitives import library as library
+from te_jax.primitives import support as support
+from te_jax.primitives.activation import activation as activation
+from te_jax.primitives.activation import activation_grad as activation_grad
+from te_jax.primitives.gemm import gemm as gemm
+from te_jax.primitives.norm import norm as norm
+from te_jax.primitives.quantize import dequantize as dequantize
+from te_jax.primitives.quantize import quantize as quantize
+from te_jax.primitives.quantizing import QuantizeOut as QuantizeOut
+from te_jax.primitives.spec import ActivationGradSpec as ActivationGradSpec
+from te_jax.primitives.spec import ActivationSpec as ActivationSpec
+from te_jax.primitives.spec import DequantizeSpec as DequantizeSpec
+from te_jax.primitives.spec import GemmSpec as GemmSpec
+from te_jax.primitives.spec import NormSpec as NormSpec
+from te_jax.primitives.spec import QuantizeSpec as QuantizeSpec
+
+TARGETS = _custom_call.targets()
+"""The names of all custom calls: those of the primitives in a jaxpr, and of the targets in a lowered program."""

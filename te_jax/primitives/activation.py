@@ -1,0 +1,170 @@
+"""``activation`` and ``activation_grad``: elementwise and gated activations, ending in a quantizing pass.
+
+GELU is the tanh approximation, as ``jax.nn.gelu`` is by default. Everything is computed in fp32 and y is rounded to
+x's dtype. A gated activation takes [*lead, 2C]: ``act(x[..., :C]) * x[..., C:]``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from te_jax import errors
+from te_jax.parallel.sharding import ShardingRule
+from te_jax.primitives import quantizing
+from te_jax.primitives.custom_call import CustomCall, Definition
+from te_jax.primitives.quantizing import QuantizeOut
+from te_jax.primitives.spec import ACTIVATIONS, GATED_ACTIVATIONS, ActivationGradSpec, ActivationSpec
+
+
+def activation(
+    x: jax.Array, scale: jax.Array, spec: ActivationSpec, *, amax_axes: tuple[str, ...] | None = None
+) -> QuantizeOut:
+    """y [*lead, C] = act(x), x [*lead, C] or [*lead, 2C] if gated; scale and amax_axes as for ``quantize``."""
+    return quantizing.to_out(spec, _ACTIVATION(spec, x, scale, amax_axes=amax_axes))
+
+
+def activation_grad(
+    dy: jax.Array, x: jax.Array, scale: jax.Array, spec: ActivationGradSpec, *, amax_axes: tuple[str, ...] | None = None
+) -> QuantizeOut:
+    """y, in x's shape, = the cotangent of x for dy [*lead, C]; dtypes equal; scale and amax_axes as for ``quantize``."""
+    return quantizing.to_out(spec, _ACTIVATION_GRAD(spec, dy, x, scale, amax_axes=amax_axes))
+
+
+def _act(kind: str, x: jax.Array) -> jax.Array:
+    if kind in ("relu",):
+        return jnp.maximum(x, 0)
+    if kind in ("silu", "swiglu"):
+        return x * jax.nn.sigmoid(x)
+    return 0.5 * x * (1 + jnp.tanh(_gelu_inner(x)))
+
+
+def _act_derivative(kind: str, x: jax.Array) -> jax.Array:
+    if kind in ("relu",):
+        return jnp.where(x > 0, jnp.float32(1), jnp.float32(0))
+    if kind in ("silu", "swiglu"):
+        s = jax.nn.sigmoid(x)
+        return s * (1 + x * (1 - s))
+    t = jnp.tanh(_gelu_inner(x))
+    inner_derivative = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner_derivative
+
+
+def _gelu_inner(x: jax.Array) -> jax.Array:
+    return math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+
+
+def _check_kind(op: str, spec) -> bool:
+    """Returns whether the kind is gated."""
+    kinds = ACTIVATIONS + GATED_ACTIVATIONS
+    errors.check_value(spec.kind in kinds, op, "kind", " or ".join(kinds), spec.kind)
+    return spec.kind in GATED_ACTIVATIONS
+
+
+def _y_shape(spec, x) -> tuple[int, ...]:
+    return (*x.shape[:-1], x.shape[-1] // 2) if spec.kind in GATED_ACTIVATIONS else x.shape
+
+
+def _check_activation(spec, x, scale):
+    gated = _check_kind("activation", spec)
+    quantizing.check_high_precision("activation", "x", x)
+    quantizing.check_rank("activation", "x", x)
+    errors.check_value(
+        not gated or x.shape[-1] % 2 == 0, "activation", "x", "an even last dimension (gated)", f"shape {x.shape}"
+    )
+    quantizing.check(spec, "activation", scale)
+
+
+def _activation_reference(spec, x, scale):
+    wide = x.astype(jnp.float32)
+    if spec.kind in GATED_ACTIVATIONS:
+        act_in, gate = jnp.split(wide, 2, axis=-1)
+        y = _act(spec.kind, act_in) * gate
+    else:
+        y = _act(spec.kind, wide)
+    return quantizing.finish(spec, y.astype(x.dtype), scale)
+
+
+def _activation_rule(spec, x, scale):
+    lead = quantizing.lead_factors(len(x.shape))
+    if spec.kind in GATED_ACTIVATIONS:  # a shard of [act | gate] doesn't hold the pairs
+        return ShardingRule(
+            operands=((*lead, "c2"), ()),
+            results=quantizing.factors(spec, lead, "c"),
+            replicated=("c2", "c") if _has_cols(spec) else ("c2",),
+            amax=lead,
+            sums=lead,
+        )
+    return ShardingRule(
+        operands=((*lead, "c"), ()), results=quantizing.factors(spec, lead, "c"), amax=(*lead, "c"), sums=lead
+    )
+
+
+def _has_cols(spec) -> bool:
+    return spec.hp or spec.quantizes or spec.dbias
+
+
+_ACTIVATION = CustomCall(
+    Definition(
+        name="activation",
+        spec_type=ActivationSpec,
+        operands=lambda spec: ("x", "scale"),
+        check=_check_activation,
+        results=lambda spec, x, scale: quantizing.results(spec, _y_shape(spec, x), x.dtype),
+        reference=_activation_reference,
+        why_not=lambda spec, x, scale: quantizing.why_not(spec, _y_shape(spec, x)),
+        rule=_activation_rule,
+        local=quantizing.local,
+    )
+)
+
+
+def _check_activation_grad(spec, dy, x, scale):
+    gated = _check_kind("activation_grad", spec)
+    quantizing.check_high_precision("activation_grad", "dy", dy)
+    quantizing.check_rank("activation_grad", "dy", dy)
+    errors.check_type(x.dtype == dy.dtype, "activation_grad", "x", f"dy's dtype {dy.dtype}", x.dtype)
+    shape = (*dy.shape[:-1], dy.shape[-1] * (2 if gated else 1))
+    errors.check_value(x.shape == shape, "activation_grad", "x", f"shape {shape}", x.shape)
+    quantizing.check(spec, "activation_grad", scale)
+
+
+def _activation_grad_reference(spec, dy, x, scale):
+    """d/dx of act(x): dy * act'(x); gated, y = act(a) * g: [dy * act'(a) * g, dy * act(a)]."""
+    wide, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
+    if spec.kind in GATED_ACTIVATIONS:
+        act_in, gate = jnp.split(wide, 2, axis=-1)
+        d_act_in = dy * _act_derivative(spec.kind, act_in) * gate
+        dx = jnp.concatenate([d_act_in, dy * _act(spec.kind, act_in)], axis=-1)
+    else:
+        dx = dy * _act_derivative(spec.kind, wide)
+    return quantizing.finish(spec, dx.astype(x.dtype), scale)
+
+
+def _activation_grad_rule(spec, dy, x, scale):
+    lead = quantizing.lead_factors(len(x.shape))
+    gated = spec.kind in GATED_ACTIVATIONS
+    return ShardingRule(
+        operands=((*lead, "f" if gated else "c"), (*lead, "c"), ()),
+        results=quantizing.factors(spec, lead, "c"),
+        replicated=("f", "c") if gated else (),
+        amax=lead if gated else (*lead, "c"),
+        sums=lead,
+    )
+
+
+_ACTIVATION_GRAD = CustomCall(
+    Definition(
+        name="activation_grad",
+        spec_type=ActivationGradSpec,
+        operands=lambda spec: ("dy", "x", "scale"),
+        check=_check_activation_grad,
+        results=lambda spec, dy, x, scale: quantizing.results(spec, x.shape, x.dtype),
+        reference=_activation_grad_reference,
+        why_not=lambda spec, dy, x, scale: quantizing.why_not(spec, dy.shape),
+        rule=_activation_grad_rule,
+        local=quantizing.local,
+    )
+)

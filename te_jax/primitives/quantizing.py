@@ -1,0 +1,174 @@
+"""What quantize, norm, activation and activation_grad share: they compute a tensor y and end in a quantizing pass.
+
+See ``QuantizingSpec`` for the results and their order. A primitive adds its own results (statistics) after them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from te_jax import errors
+from te_jax.parallel.sharding import Factors, Reductions
+from te_jax.primitives.spec import QuantizingSpec
+from te_jax.quant import reference
+from te_jax.quant.format import format_of
+
+ALIGNMENT = 16  # minor and contracted dimensions of custom calls are multiples of it
+HIGH_PRECISION = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
+
+
+class QuantizeOut(NamedTuple):
+    """Results of a pass that can quantize; None where the spec doesn't ask for one.
+
+    hp [*lead, C] high precision; data [*lead, C] FP8; data_t [C, *lead] FP8; scale, scale_inv, amax f32[];
+    dbias f32[C]; mean, rstd f32[*lead].
+    """
+
+    hp: jax.Array | None = None
+    data: jax.Array | None = None
+    data_t: jax.Array | None = None
+    scale: jax.Array | None = None
+    scale_inv: jax.Array | None = None
+    amax: jax.Array | None = None
+    dbias: jax.Array | None = None
+    mean: jax.Array | None = None
+    rstd: jax.Array | None = None
+
+
+def names(spec: QuantizingSpec) -> tuple[str, ...]:
+    """The names of the common results that ``spec`` asks for, in order."""
+    wanted = {"hp": spec.hp, "data": spec.data, "data_t": spec.data_t, "scale": spec.quantizes}
+    wanted |= {"scale_inv": spec.quantizes, "amax": spec.amax, "dbias": spec.dbias}
+    return tuple(name for name, want in wanted.items() if want)
+
+
+def check(spec: QuantizingSpec, op: str, scale) -> None:
+    """The operand ``scale`` and the fields of the spec that don't go together."""
+    check_scalar(op, "scale", scale)
+    format_of(spec.format)
+    alone = spec.amax and not (spec.quantizes or spec.hp or spec.dbias or getattr(spec, "stats", False))
+    errors.check_value(not spec.if_unseeded or alone, op, "if_unseeded", "a pass that wants amax alone", spec)
+    errors.check_value(names(spec) != (), op, "spec", "at least one wanted result", spec)
+    errors.check_value(-64 <= spec.margin <= 64, op, "margin", "-64 to 64", spec.margin)
+
+
+def check_scalar(op: str, name: str, aval) -> None:
+    errors.check_type(aval.dtype == jnp.float32, op, name, "dtype float32", aval.dtype)
+    errors.check_value(aval.shape == (), op, name, "shape ()", aval.shape)
+
+
+def check_high_precision(op: str, name: str, aval) -> None:
+    errors.check_type(aval.dtype in HIGH_PRECISION, op, name, "dtype float32, bfloat16 or float16", aval.dtype)
+
+
+def check_rank(op: str, name: str, aval) -> None:
+    errors.check_value(aval.ndim >= 1, op, name, "rank at least 1", f"shape {aval.shape}")
+
+
+def results(spec: QuantizingSpec, y_shape: tuple[int, ...], dtype) -> tuple:
+    """(shape, dtype) of the common results for y of that shape, quantized from ``dtype``."""
+    fp8 = format_of(spec.format).dtype
+    f32 = np.dtype(np.float32)
+    lead, cols = y_shape[:-1], y_shape[-1]
+    known = {"hp": (y_shape, dtype), "data": (y_shape, fp8), "data_t": ((cols, *lead), fp8)}
+    known |= {"scale": ((), f32), "scale_inv": ((), f32), "amax": ((), f32), "dbias": ((cols,), f32)}
+    return tuple(known[name] for name in names(spec))
+
+
+def factors(spec: QuantizingSpec, lead: Factors, cols: str) -> tuple[Factors, ...]:
+    """Factors (``te_jax.parallel.sharding``) of the common results for y with factors ``(*lead, cols)``."""
+    known = {"hp": (*lead, cols), "data": (*lead, cols), "data_t": (cols, *lead)}
+    known |= {"scale": (), "scale_inv": (), "amax": (), "dbias": (cols,)}
+    return tuple(known[name] for name in names(spec))
+
+
+def lead_factors(ndim: int) -> Factors:
+    return tuple(f"l{i}" for i in range(ndim - 1))
+
+
+def finish(spec: QuantizingSpec, y: jax.Array, scale: jax.Array) -> tuple:
+    """The common results for y [*lead, C], in jnp."""
+    fmt = format_of(spec.format)
+    if spec.if_unseeded:
+        return (jnp.where(scale == 0, reference.amax(y), jnp.float32(0)),)
+    q = reference.quantize(y, scale, fmt, margin=spec.margin, power_of_two=spec.power_of_two)
+    known = {
+        "hp": y,
+        "data": q.data,
+        "data_t": jnp.moveaxis(q.data, -1, 0),
+        "scale": q.scale,
+        "scale_inv": q.scale_inv,
+        "amax": q.amax,
+        "dbias": jnp.sum(y.astype(jnp.float32), axis=tuple(range(y.ndim - 1))),
+    }
+    return tuple(known[name] for name in names(spec))
+
+
+def why_not(spec: QuantizingSpec, y_shape: tuple[int, ...]) -> str | None:
+    """Why the handlers don't take a y of that shape."""
+    rows, cols = int(np.prod(y_shape[:-1])), y_shape[-1]
+    if rows == 0 or cols == 0:
+        return f"shape {y_shape} has no elements"
+    if cols % ALIGNMENT:
+        return f"last dimension {cols} is not a multiple of {ALIGNMENT}"
+    if spec.data_t and rows % ALIGNMENT:
+        return f"a transposed copy is wanted and the number of rows {rows} is not a multiple of {ALIGNMENT}"
+    return None
+
+
+def local(call: Callable, spec: QuantizingSpec, reductions: Reductions, *operands: jax.Array) -> tuple:
+    """The pass on one shard. ``scale`` is the last operand.
+
+    An unseeded scale has to come from the whole tensor's amax, so where there is anything to reduce it is found first,
+    by a pass that reads nothing if the scale is given.
+    """
+    *tensors, scale = operands
+    if spec.quantizes and reductions.amax:
+        (shard_amax,) = call(_amax_only(spec), *operands)
+        seeded = reference.scale_from_amax(
+            reduce_amax(shard_amax, reductions.amax),
+            format_of(spec.format).max,
+            margin=spec.margin,
+            power_of_two=spec.power_of_two,
+        )
+        scale = jnp.where(scale == 0, seeded, scale)
+    outs = call(spec, *tensors, scale)
+    common = names(spec)
+    outs = dict(zip((*common, *range(len(outs) - len(common))), outs, strict=True))
+    if reductions.amax and spec.quantizes:
+        # The same values as the pass gives, but typed as equal on all shards.
+        outs |= {"scale": scale, "scale_inv": jnp.float32(1) / scale}
+    if spec.amax:
+        outs["amax"] = reduce_amax(outs["amax"], reductions.amax)
+    if spec.dbias and reductions.sums:
+        outs["dbias"] = jax.lax.psum(outs["dbias"], reductions.sums)
+    return tuple(outs.values())
+
+
+def reduce_amax(amax: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The maximum over mesh axes; NaN if it is NaN on any shard.
+
+    Taken on the bits, whose order for non-negative floats is that of the values with NaN above infinity: a floating
+    point maximum may drop NaNs (NCCL's does).
+    """
+    if not axes:
+        return amax
+    bits = jax.lax.bitcast_convert_type(amax, jnp.int32) & np.int32(0x7FFFFFFF)
+    return jax.lax.bitcast_convert_type(jax.lax.pmax(bits, tuple(axes)), jnp.float32)
+
+
+def _amax_only(spec: QuantizingSpec) -> QuantizingSpec:
+    only = {"hp": False, "data": False, "data_t": False, "amax": True, "dbias": False, "if_unseeded": True}
+    if hasattr(spec, "stats"):
+        only["stats"] = False
+    return dataclasses.replace(spec, **only)
+
+
+def to_out(spec: QuantizingSpec, outs: Sequence[jax.Array], extra: Sequence[str] = ()) -> QuantizeOut:
+    return QuantizeOut(**dict(zip((*names(spec), *extra), outs, strict=True)))

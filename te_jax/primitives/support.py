@@ -1,0 +1,52 @@
+"""Whether an operation runs as a custom call, and if not, why: for plans, ``doctor`` and strict recipes."""
+
+from __future__ import annotations
+
+from te_jax import config
+from te_jax.parallel import mesh
+from te_jax.primitives import custom_call, library
+from te_jax.primitives.quantizing import ALIGNMENT
+from te_jax.primitives.spec import Spec
+
+
+def why_not(spec: Spec, *operands, platform: str | None = None) -> str | None:
+    """Why ``spec`` on ``operands`` runs as the jnp reference instead of a custom call; None if it doesn't.
+
+    Args:
+      spec: of any primitive.
+      operands: arrays, tracers or anything with shape and dtype, in the order of the custom call; local shapes.
+      platform: "cpu" or "cuda" (or another, which has no custom calls); None: what holds whatever the platform.
+    """
+    definition = custom_call.DEFINITIONS[type(spec)]
+    if not config.custom_calls_enabled():
+        return "custom calls are disabled (TE_JAX_DISABLE_CUSTOM_CALLS)"
+    regime = mesh.regime()
+    if regime.manual and regime.auto:
+        return f"mesh axes {regime.auto} are Auto inside a shard_map over {regime.manual}"
+    reason = definition.why_not(spec, *operands)
+    if reason or platform is None:
+        return reason
+    if platform not in custom_call.NATIVE_PLATFORMS:
+        return f"there are no custom calls for platform {platform}"
+    return None if custom_call.native(platform) else library.status(platform).reason
+
+
+def why_not_fp8_linear(tokens: int, features_in: int, features_out: int) -> str | None:
+    """Why the three GEMMs of a linear layer can't all run in FP8: each size is contracted or minor in one of them."""
+    for name, size in (("tokens", tokens), ("input features", features_in), ("output features", features_out)):
+        if size == 0:
+            return f"{name}: 0"
+        if size % ALIGNMENT:
+            return f"{name}: {size} is not a multiple of {ALIGNMENT}"
+    return None
+
+
+def export_checks() -> list:
+    """What ``jax.export.export(..., disabled_checks=export_checks())`` needs to let the custom calls pass.
+
+    They promise no stability between versions of te_jax. An Auto program over several devices can't be exported:
+    jax refuses it, naming ``CustomSPMDPartitioning``.
+    """
+    from jax import export
+
+    return [export.DisabledSafetyCheck.custom_call(target) for target in custom_call.targets()]

@@ -1,0 +1,348 @@
+"""FP8 scale state: float32 leaves whose "gradient" is their next value.
+
+Delayed scaling keeps its state in the variable collection ``_overwrite_with_gradient``: differentiating a loss gives, as
+the cotangent of a state leaf, the leaf's next value, and Flax's TrainState overwrites the leaf with it. On the way
+people do to this tree what they do to gradients: sum it over uses and microbatches, average, clip, unscale, cast. So
+the leaves are built to be read rightly after any *linear* treatment and to be caught after any other.
+
+One dict of leaves belongs to one run of ops and is stacked over its Q quantizers (leading dimensions, such as the
+layers of ``nn.scan``, may precede). One use of the run in one step writes, everything times W = 2**-64 so that state
+vanishes in a gradient norm:
+
+  amax_history [Q, H]  slot 0: this use's amax, or 0 if it was not a finite number > 0;
+                       slots 1..H-1: the previous history, newest first (equal in all uses of a step)
+  scale        [Q]     the scale that this step quantized with
+  uses         [Q, 66] slots 0..63: a 1 in the rung that holds this use's amax; slot 64: the parity, +1 or -1, which
+                       flips every step; slot 65: a 1 instead of a rung if there was no amax
+
+Reading. A linear treatment leaves c * sum over k uses of what they wrote, for unknown c and k. Each use put exactly
+one 1 into slots 0..63 and 65, so their sum u is c * k * W, and
+
+  what all uses agree on (scale, older history, parity)  =  leaf / u                exactly if k = 1 and c = 1
+  mean amax of the uses that had one                     =  slot 0 / sum of rungs   exactly if k = 1 and c = 1
+
+Rungs are half octaves of amax, [2**(i/2), 2**((i+1)/2)), numbered modulo 64. If one rung is populated, all uses lie
+within half an octave and their mean is the newest amax. Otherwise the newest amax is the upper edge of the highest
+populated rung. Modulo 64 a rung could be one of many, 2**32 apart; the one nearest to the mean is meant, as the mean lies
+between max / k and max. A rung that holds the share s of the uses contributes at least s * its lower edge to the
+mean; one that would contribute more than the mean is a use 2**32 below the others, seen from the other side, and is
+left out. The newest amax is so within half an octave of the true maximum, without reference to any scale.
+
+u = 0 or not finite: unused or new; the quantizer takes the amax of its current tensor ("unseeded", scale 0).
+|parity| != |u|: updates of several steps were mixed, as optimizers with momentum do, or ordinary gradient descent
+(leaf - lr * cotangent). The scale read is then NaN, and stays NaN, so that the loss is.
+
+Everything is done in a fixed number of elementwise operations and small reductions over all quantizers at once. Rungs
+come from the bits of amax, without a logarithm, so that CPU and GPU agree; divisions by powers of two are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from te_jax import errors
+from te_jax.quant.format import MAX_SCALE
+from te_jax.recipe import Recipe
+
+COLLECTION = "_overwrite_with_gradient"
+"""The variable collection of FP8 state, which Flax's TrainState overwrites with its gradient."""
+
+W = 2.0**-64
+RUNGS = 64
+PARITY = 64
+NO_AMAX = 65
+LEAVES = frozenset(("amax_history", "scale", "uses"))
+
+_TINY = float(np.finfo(np.float32).tiny)  # the smallest normal number
+_SQRT2_MANTISSA = 0x3504F3  # the mantissa bits of sqrt(2): where the upper half of an octave begins
+
+Leaves = Mapping[str, jax.Array]
+
+
+class StateView(NamedTuple):
+    """What a step reads from the leaves.
+
+    Attributes:
+      scale: f32[Q], to quantize with now. 0: unseeded, take the current tensor's amax. NaN: bad.
+      history: f32[Q, H], amax of past steps, newest first; 0 where there is none.
+      parity: f32[Q], what this step writes: +1 or -1, 0 if bad.
+      bad: bool[Q], something that is not linear stepped this state.
+    """
+
+    scale: jax.Array
+    history: jax.Array
+    parity: jax.Array
+    bad: jax.Array
+
+
+class _Decoded(NamedTuple):
+    """Leaves after division by what was done to them; [...] are leading dimensions and Q."""
+
+    used: jax.Array  # bool[...]
+    newest: jax.Array  # f32[...], amax of the step that wrote, 0 if none
+    older: jax.Array  # f32[..., H - 1]
+    scale: jax.Array  # f32[...], the scale of the step that wrote
+    has_amax: jax.Array  # bool[...], some use had an amax
+    parity: jax.Array  # f32[...], +1 or -1, 0 if bad or unused
+    bad: jax.Array  # bool[...]
+
+
+# ---------------------------------------------------------------------------------------------------- the step
+
+
+def init(num_quantizers: int, recipe: Recipe) -> dict[str, jax.Array]:
+    """The leaves of `num_quantizers` new quantizers: all zero, which reads as unseeded.
+
+    Raises:
+      ValueError: the recipe keeps no state.
+    """
+    errors.check_value(recipe.stateful, "state.init", "recipe", "one that keeps state (DelayedScaling)", type(recipe).__name__)
+    q, h = num_quantizers, recipe.amax_history_len
+    return {
+        "amax_history": jnp.zeros((q, h), jnp.float32),
+        "scale": jnp.zeros((q,), jnp.float32),
+        "uses": jnp.zeros((q, RUNGS + 2), jnp.float32),
+    }
+
+
+def read(leaves: Leaves, fp8_max: jax.typing.ArrayLike, recipe: Recipe) -> StateView:
+    """Reads the leaves of Q quantizers whose formats have the largest values `fp8_max` f32[Q]."""
+    d = _decode(leaves)
+    # A step without a finite amax > 0 leaves the history as it was before it.
+    zero = jnp.zeros_like(d.newest)[..., None]
+    history = jnp.where(
+        d.newest[..., None] > 0,
+        jnp.concatenate([d.newest[..., None], d.older], -1),
+        jnp.concatenate([d.older, zero], -1),
+    )
+    amax = history[..., 0] if recipe.amax_compute_algo == "most_recent" else history.max(-1)
+    derived = jnp.minimum(fp8_max / jnp.where(amax > 0, amax, 1.0) * 2.0**-recipe.margin, MAX_SCALE)
+    # Without history a scale is kept, unless there was an amax too small for the history (below 2**-62): unseeded.
+    kept = jnp.where(d.has_amax, 0.0, d.scale)
+    scale = jnp.where(amax > 0, derived, kept)
+    parity = jnp.where(d.bad, 0.0, jnp.where(d.parity > 0, -1.0, 1.0)).astype(jnp.float32)
+    return StateView(jnp.where(d.bad, jnp.nan, scale), history, parity, d.bad)
+
+
+def write(view: StateView, scale: jax.Array, amax: jax.Array, like: Leaves) -> dict[str, jax.Array]:
+    """The cotangent of the leaves `like`: their next value, times W.
+
+    Args:
+      view: what `read` gave in this step.
+      scale: f32[Q], the scales that were used (`view.scale`, or the ones that unseeded quantizers derived).
+      amax: f32[Q], amax of this step's tensors, already reduced over the mesh.
+      like: the leaves that were read, for their dtypes.
+    """
+    amax = jnp.where(jnp.isfinite(amax) & (amax >= _TINY), amax, 0.0)
+    # The scale that a tensor without amax was given is arbitrary (1), not worth keeping.
+    scale = jnp.where((view.scale > 0) | (amax > 0), scale, 0.0)
+    leaves = _encode(amax, view.history[..., :-1], scale, view.parity)
+    return {name: leaf.astype(like[name].dtype) for name, leaf in leaves.items()}
+
+
+def _decode(leaves: Leaves) -> _Decoded:
+    history, scale, uses = (leaves[name].astype(jnp.float32) for name in ("amax_history", "scale", "uses"))
+    rungs, parity = uses[..., :RUNGS], uses[..., PARITY]
+    with_amax = rungs.sum(-1)
+    u = with_amax + uses[..., NO_AMAX]
+    used = (u != 0) & jnp.isfinite(u)
+    u = jnp.where(used, u, 1.0)
+
+    values = _finite(_divide(history, u[..., None]))
+    scale = _finite(_divide(scale, u))
+    share = _finite(_divide(rungs, u[..., None]))
+    # slot 0 over the share of uses that had an amax; that share is exactly 1 unless uses differed in having one.
+    has_amax = used & (with_amax != 0)
+    newest = _finite(_divide(history[..., 0], jnp.where(has_amax, with_amax, 1.0)))
+    newest = jnp.where(has_amax, _newest_amax(newest, share), 0.0)
+
+    # Treatments in bfloat16 round every slot on its own. Leaves that are not so rounded must match closely.
+    rounded = (uses == uses.astype(jnp.bfloat16).astype(jnp.float32)).all(-1)
+    mismatch = jnp.abs(jnp.abs(parity) - jnp.abs(u)) > jnp.abs(u) * jnp.where(rounded, 2.0**-6, 2.0**-13)
+    bad = used & (mismatch | (values < 0).any(-1) | (scale < 0) | (share < 0).any(-1))
+    parity = jnp.where(used & ~bad, jnp.sign(parity) * jnp.sign(u), 0.0)
+    return _Decoded(
+        used=used,
+        newest=newest,
+        older=jnp.where(used[..., None], values[..., 1:], 0.0),
+        scale=jnp.where(used, scale, 0.0),
+        has_amax=has_amax,
+        parity=parity,
+        bad=bad,
+    )
+
+
+def _encode(newest: jax.Array, older: jax.Array, scale: jax.Array, parity: jax.Array) -> dict[str, jax.Array]:
+    """What one use writes. newest, scale, parity: f32[...], older: f32[..., H - 1]."""
+    rung = _rung(newest)
+    slot = jnp.where(newest > 0, rung & (RUNGS - 1), NO_AMAX)[..., None]
+    one_hot = (slot == np.arange(RUNGS + 2)).astype(jnp.float32)
+    uses = jnp.where(np.arange(RUNGS + 2) == PARITY, parity[..., None], one_hot)
+    history = jnp.concatenate([newest[..., None], older], -1)
+    # Below tiny / W the product would be subnormal, which some devices flush: flush everywhere.
+    return {
+        "amax_history": jnp.where(history >= _TINY / W, history * W, 0.0),
+        "scale": jnp.where(scale >= _TINY / W, scale * W, jnp.where(jnp.isnan(scale), jnp.nan, 0.0)),
+        "uses": uses * W,
+    }
+
+
+def _newest_amax(mean: jax.Array, share: jax.Array) -> jax.Array:
+    """The newest amax from the mean amax [...] of all uses and the share [..., 64] of uses in each rung."""
+    base = _rung(mean)[..., None]
+    slots = np.arange(RUNGS, dtype=np.int32)
+    rung = base + ((slots - base + RUNGS // 2) & (RUNGS - 1)) - RUNGS // 2  # the alias nearest to the mean
+    populated = share > 0
+    # 1.1: the shares of a tree cast to bfloat16 are rounded.
+    possible = populated & (share * _lower_edge(rung) <= 1.1 * mean[..., None])
+    highest = jnp.where(possible, rung, base).max(-1)
+    several = populated.sum(-1) > 1
+    return jnp.where(several & (mean > 0), jnp.maximum(_lower_edge(highest + 1), mean), mean)
+
+
+def _rung(amax: jax.Array) -> jax.Array:
+    """i32: the half octave i with 2**(i/2) <= amax < 2**((i+1)/2), plus 2 * 127, from the bits of amax >= 0."""
+    bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
+    return 2 * (bits >> 23) + ((bits & 0x7FFFFF) >= _SQRT2_MANTISSA).astype(jnp.int32)
+
+
+def _lower_edge(rung: jax.Array) -> jax.Array:
+    """The smallest f32 in a rung, for rungs of normal numbers; others are clipped to them."""
+    rung = jnp.clip(rung, 2, 2 * 254 + 1)
+    return jax.lax.bitcast_convert_type(((rung >> 1) << 23) + (rung & 1) * _SQRT2_MANTISSA, jnp.float32)
+
+
+def _divide(a: jax.Array, u: jax.Array) -> jax.Array:
+    """a / u, exact on every device if u is a power of two (GPU division may be off by 2 ulp otherwise)."""
+    bits = jax.lax.bitcast_convert_type(u, jnp.int32)
+    exponent = jnp.clip(bits & 0x7F800000, 1 << 23, 253 << 23)
+    a = a * jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
+    mantissa = u * jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)  # 1 <= |mantissa| < 2
+    return jnp.where(mantissa == 1, a, a / mantissa)
+
+
+def _finite(a: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(a), a, 0.0)
+
+
+# ------------------------------------------------------------------------------------------- trees of many runs
+
+
+def split(variables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(everything else, FP8 state) of a dict of variable collections, or of its gradient.
+
+    The first part is what an optimizer, a clip or a gradient norm should see. The state is {} if there is none.
+    """
+    errors.check_type(isinstance(variables, Mapping), "state.split", "variables", "a dict of collections", type(variables))
+    rest = {name: value for name, value in variables.items() if name != COLLECTION}
+    return rest, dict(variables.get(COLLECTION, {}))
+
+
+def merge(rest: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `split`."""
+    errors.check_type(isinstance(rest, Mapping), "state.merge", "rest", "a dict of collections", type(rest))
+    errors.check_value(COLLECTION not in rest, "state.merge", "rest", f"no {COLLECTION!r}", sorted(rest))
+    return {**rest, COLLECTION: dict(state)} if state else dict(rest)
+
+
+def accumulate(a: Any, b: Any) -> Any:
+    """Combines the state cotangents of two microbatches or uses of the same step: the exact maximum of their amax.
+
+    A plain sum is read rightly too, but knows the maximum only to half an octave. Zeros count as unused, so they
+    can start a loop. Cotangents of different steps (unequal parity) combine to bad state.
+    """
+    return _map_runs("state.accumulate", _accumulate, a, b)
+
+
+def apply(old: Any, cotangent: Any) -> Any:
+    """The next state: `cotangent` where a quantizer was used in the step, `old` where it wasn't.
+
+    Overwriting `old` with `cotangent` does the same except for quantizers that were not used: these start anew.
+    """
+    return _map_runs("state.apply", _apply, old, cotangent)
+
+
+def check(before: Any, after: Any, *, allow_unused: bool = False) -> None:
+    """Raises unless every quantizer's state was updated from `before` to `after`, linearly.
+
+    Args:
+      before, after: the state (as from `split`) before and after a training step; concrete arrays.
+      allow_unused: quantizers may be unchanged, as long as some quantizer was updated.
+
+    Raises:
+      ValueError: state was stepped by something that is not linear (an optimizer), or was not updated: the loss was
+        not differentiated with respect to the state, or the new state was not stored. Names the run of ops.
+    """
+    bad, stale, fresh = [], [], 0
+
+    def visit(path: str, old: Leaves, new: Leaves) -> Leaves:
+        nonlocal fresh
+        errors.check_type(not isinstance(new["uses"], jax.core.Tracer), "state.check", path, "concrete arrays", "a tracer")
+        d_old, d_new = _decode(old), _decode(new)
+        changed = (d_old.parity != d_new.parity) | (d_old.used & ~d_new.used)
+        fresh += int(changed.sum())
+        if bool(d_new.bad.any()):
+            bad.append(path)
+        elif not bool(changed.all()):
+            stale.append(path)
+        return new
+
+    _map_runs("state.check", visit, before, after, with_path=True)
+    expected = "a state that was overwritten with its gradient (te.state.split keeps it from the optimizer)"
+    errors.check(not bad, errors.message("state.check", ", ".join(bad), expected, "one that something not linear has stepped"))
+    if stale and not (allow_unused and fresh):
+        raise ValueError(
+            errors.message(
+                "state.check",
+                ", ".join(stale),
+                "a parity that flipped",
+                "state that this step did not update: differentiate the loss with respect to it too, and store it",
+            )
+        )
+
+
+def _accumulate(a: Leaves, b: Leaves) -> dict[str, jax.Array]:
+    da, db = _decode(a), _decode(b)
+    both = da.used & db.used
+
+    def pick(x: jax.Array, y: jax.Array) -> jax.Array:
+        first = da.used.reshape(da.used.shape + (1,) * (x.ndim - da.used.ndim))
+        return jnp.where(first, x, y)
+
+    parity = jnp.where(both & (da.parity != db.parity), 0.0, pick(da.parity, db.parity))
+    scale = pick(da.scale, db.scale)
+    combined = _encode(jnp.maximum(da.newest, db.newest), pick(da.older, db.older), scale, parity)
+    used = da.used | db.used
+    return _select(used, {name: combined[name].astype(a[name].dtype) for name in combined}, a)
+
+
+def _apply(old: Leaves, cotangent: Leaves) -> dict[str, jax.Array]:
+    return _select(_decode(cotangent).used, {name: cotangent[name].astype(old[name].dtype) for name in old}, old)
+
+
+def _select(condition: jax.Array, a: Leaves, b: Leaves) -> dict[str, jax.Array]:
+    return {
+        name: jnp.where(condition.reshape(condition.shape + (1,) * (a[name].ndim - condition.ndim)), a[name], b[name])
+        for name in b
+    }
+
+
+def _map_runs(op: str, function: Callable[..., Any], a: Any, b: Any, with_path: bool = False) -> Any:
+    """Maps a function over the dicts of leaves in two trees of the same structure."""
+
+    def visit(path: tuple, x: Any, y: Any) -> Any:
+        name = jax.tree_util.keystr(path) or "the state"
+        got = sorted(x) if isinstance(x, Mapping) else type(x).__name__
+        errors.check_type(_is_run(x) and _is_run(y), op, name, f"leaves {sorted(LEAVES)}", got)
+        return function(name, x, y) if with_path else function(x, y)
+
+    return jax.tree_util.tree_map_with_path(visit, a, b, is_leaf=_is_run)
+
+
+def _is_run(x: Any) -> bool:
+    return isinstance(x, Mapping) and LEAVES == set(x)

@@ -1,0 +1,42 @@
+"""Delayed scaling: the scale of this step comes from the amax of earlier steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from te_jax.recipe.base import Recipe
+
+AMAX_ALGORITHMS = ("max", "most_recent")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DelayedScaling(Recipe):
+    """Per-tensor scales from an amax history: one pass over a tensor casts it and takes its amax for later.
+
+    scale = min((fp8_max / amax) * 2**-margin, 2**126) if amax is finite and > 0, otherwise the scale is kept.
+    A quantizer without history takes the amax of its current tensor.
+
+    Attributes:
+      amax_history_len: steps of history, >= 1.
+      margin: powers of two of head room, >= 0.
+      amax_compute_algo: "max" over the history, or "most_recent".
+    """
+
+    amax_history_len: int = 1024
+    margin: int = 0
+    amax_compute_algo: str = "max"
+
+    name: ClassVar[str] = "delayed"
+    stateful: ClassVar[bool] = True
+    power_of_two: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_type("amax_history_len", int)
+        self._check_type("margin", int)
+        if self.amax_history_len < 1:
+            raise self._error("amax_history_len", "an int >= 1", ValueError)
+        if not 0 <= self.margin <= 64:
+            raise self._error("margin", "an int from 0 to 64", ValueError)
+        self._check_choice("amax_compute_algo", AMAX_ALGORITHMS)

@@ -1,0 +1,259 @@
+"""Sequential: a chain of ops as a Flax module, its fusions chosen while tracing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.dtypes import canonicalize_dtype
+from jax import Array
+
+from te_jax import compat
+from te_jax.errors import check_type, check_value
+from te_jax.fusion.execute import Run, execute, quantizers_of
+from te_jax.fusion.pattern import Rule
+from te_jax.fusion.plan import Foreign, FusionPlan, make_plan
+from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
+from te_jax.ops.base import LinkInfo, Op, ParamSpec, TensorType
+from te_jax.ops.linear import BasicLinear, why_unquantized
+from te_jax.quant import state as fp8_state
+from te_jax.recipe import Recipe
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """One basic op, its place in the user's list and the scope of its parameters."""
+
+    op: Op
+    index: int
+    scope: str
+
+
+class _Scope(nn.Module):
+    """Holds the parameters of one op under its own name."""
+
+    specs: tuple[ParamSpec, ...]
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self) -> dict[str, Array]:
+        return {s.name: self.param(s.name, s.init, s.shape, self.param_dtype) for s in self.specs}
+
+
+class ChainModule(nn.Module, kw_only=True):
+    """Base of all modules that are a chain of ops; subclasses say which in ``chain``.
+
+    Attributes:
+      recipe: how linears are quantized (te_jax.recipe); None: not at all.
+      dtype: computation dtype, bfloat16, float16 or float32; None: the common type of input and parameters, as in Flax.
+      param_dtype: dtype of the parameters.
+      forward_rules, backward_rules: the fusion rules, tried in order; () fuses nothing.
+    """
+
+    recipe: Recipe | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    forward_rules: tuple[Rule, ...] = FORWARD_RULES
+    backward_rules: tuple[Rule, ...] = BACKWARD_RULES
+
+    def chain(self) -> Sequence[Op | nn.Module | Callable[[Array], Array]]:
+        """The ops, in order. A Flax module or a function of one array runs as it is, and ends a fusion window."""
+        raise NotImplementedError
+
+    @nn.compact
+    def __call__(self, x: Array, *extras: Array, deterministic: bool = True) -> Any:
+        """Applies the chain.
+
+        Args:
+          x: [*lead, C], bfloat16, float16 or float32.
+          *extras: the extra inputs of the ops that take one, in order, each of its op's input shape.
+          deterministic: no dropout; otherwise it draws from the rng collection ``dropout``.
+
+        Returns:
+          y, or ``(y, *extra_outputs)`` if ops make extra outputs.
+
+        Raises:
+          ValueError: a shape that doesn't fit an op, or the wrong number of extra inputs, naming op and argument.
+          TypeError: a dtype that isn't supported (float64, integers).
+        """
+        name = type(self).__name__
+        for argument, array in (("x", x), *((f"extra input {i}", extra) for i, extra in enumerate(extras))):
+            _check_input(name, argument, array)
+        segments = _segments(self.chain())
+        wanted = sum(place.op.num_extra_inputs for s in segments if isinstance(s, list) for place in s)
+        check_value(len(extras) == wanted, name, "extra inputs", wanted, len(extras))
+        scopes: dict[str, dict[str, Array]] = {}
+        outputs: list[Array] = []
+        for segment in segments:
+            if not isinstance(segment, list):
+                x = segment(x)
+                continue
+            params, dtype = self._params(segment, x, scopes)
+            run = self._run(segment, x, dtype)
+            count = sum(place.op.num_extra_inputs for place in segment)
+            taken, extras = extras[:count], extras[count:]
+            keys = tuple(self.make_rng("dropout") if p.op.needs_key(deterministic) else None for p in segment)
+            state = self._state(run, segment[0].index)
+            x, extra_outputs = execute(run, params, state, keys, x.astype(dtype), tuple(e.astype(dtype) for e in taken))
+            outputs += extra_outputs
+        return (x, *outputs) if outputs else x
+
+    def plan(self, *shapes_or_arrays: Any, train: bool = True, platform: str | None = None) -> FusionPlan:
+        """The steps that the chain runs for such inputs, forward and (``train``) backward, with reasons.
+
+        Args:
+          *shapes_or_arrays: x and the extra inputs: arrays or ``jax.ShapeDtypeStruct``.
+          train: whether the call is differentiated.
+          platform: "cpu" or "cuda"; chooses only what is printed about custom calls. Default: the default backend.
+        """
+        x, *extras = (TensorType(a.shape, a.dtype) for a in shapes_or_arrays)
+        segments: list[Any] = []
+        for segment in _segments(self.chain()):
+            if not isinstance(segment, list):
+                label = type(segment).__name__ if isinstance(segment, nn.Module) else getattr(segment, "__name__", "function")
+                segments.append(Foreign(label))
+                x = _foreign_type(segment, x)
+                continue
+            types = _types(segment, x)
+            params: dict[str, dict[str, TensorType]] = {}
+            for place, x_type in zip(segment, types, strict=True):
+                specs = {s.name: TensorType(s.shape, self.param_dtype) for s in place.op.params(x_type)}
+                params.setdefault(place.scope, {}).update(specs)
+            dtype = canonicalize_dtype(*jax.tree.leaves((x, params)), dtype=self.dtype)
+            run = self._run(segment, x, dtype)
+            count = sum(place.op.num_extra_inputs for place in segment)
+            taken, extras = extras[:count], extras[count:]
+            avals = {
+                "params": params,
+                "state": jax.eval_shape(lambda run=run: self._init_state(run)),
+                "keys": (None,) * len(segment),
+                "x": TensorType(x.shape, dtype),
+                "extras": tuple(TensorType(e.shape, dtype) for e in taken),
+            }
+            segments.append((run, avals))
+            x = run.links[-1].y_type
+        title = f"{type(self).__name__}, recipe {self.recipe}, input {shapes_or_arrays[0].dtype}{shapes_or_arrays[0].shape}"
+        return make_plan(title, segments, train=train, platform=platform)
+
+    @nn.nowrap
+    def _run(self, places: list[_Place], x: Array | TensorType, dtype: Any) -> Run:
+        links = []
+        for place, x_type in zip(places, _types(places, TensorType(x.shape, dtype)), strict=True):
+            why = why_unquantized(place.op, x_type, self.recipe) if isinstance(place.op, BasicLinear) else None
+            info = LinkInfo(place.op, place.index, place.scope, x_type, self.recipe, why)
+            if self.recipe is not None and self.recipe.strict:
+                check_value(why is None, info.label, "recipe", "a linear that can be quantized (strict=True)", why)
+            links.append(info)
+        return Run(tuple(links), self.recipe, tuple(self.forward_rules), tuple(self.backward_rules))
+
+    @nn.nowrap
+    def _params(self, places: list[_Place], x: Array, scopes: dict) -> tuple[dict[str, dict[str, Array]], Any]:
+        """The parameters of a run, by scope, and the dtype it computes in."""
+        wanted: dict[str, dict[str, ParamSpec]] = {}
+        for place, x_type in zip(places, _types(places, TensorType(x.shape, x.dtype)), strict=True):
+            for spec in place.op.params(x_type):
+                first = wanted.setdefault(place.scope, {}).setdefault(spec.name, spec)
+                check_value(
+                    first.shape == spec.shape,
+                    str(place.op),
+                    f"{spec.name} shared by several places of the chain",
+                    f"shape {first.shape}",
+                    f"{spec.shape}",
+                )
+        for scope, specs in wanted.items():
+            if scope not in scopes:
+                scopes[scope] = self._make_params(scope, tuple(specs.values()))
+        params = {scope: scopes[scope] for scope in wanted}
+        return params, canonicalize_dtype(x, *jax.tree.leaves(params), dtype=self.dtype)
+
+    @nn.nowrap
+    def _make_params(self, scope: str, specs: tuple[ParamSpec, ...]) -> dict[str, Array]:
+        if scope:
+            return _Scope(specs, self.param_dtype, name=scope)()
+        return {s.name: self.param(s.name, s.init, s.shape, self.param_dtype) for s in specs}
+
+    @nn.nowrap
+    def _init_state(self, run: Run) -> dict[str, Array]:
+        quantizers = quantizers_of(tuple(info.op.roles for info in run.links))
+        if self.recipe is None or not self.recipe.stateful or not quantizers:
+            return {}
+        return fp8_state.init(len(quantizers), self.recipe)
+
+    @nn.nowrap
+    def _state(self, run: Run, index: int) -> dict[str, Array]:
+        """The FP8 state of a run, stacked over its quantizers; {} where the recipe keeps none."""
+        shapes = jax.eval_shape(lambda: self._init_state(run))
+        if not shapes:
+            return {}
+        name = f"fp8_{index}"
+        check_value(
+            self.is_initializing() or self.has_variable(fp8_state.COLLECTION, name),
+            "/".join((*self.path, type(self).__name__)),
+            "variables",
+            f"collection {fp8_state.COLLECTION!r} with {name!r}, which {self.recipe} keeps its state in (from init)",
+            "none",
+        )
+        state = self.variable(fp8_state.COLLECTION, name, lambda: self._init_state(run)).value
+        for leaf, wanted in shapes.items():
+            got = state[leaf].shape if leaf in state else "none"
+            check_value(got == wanted.shape, type(self).__name__, f"{name}/{leaf}", f"shape {wanted.shape}", got)
+        return dict(state)
+
+
+class Sequential(ChainModule):
+    """A chain of ops: ``Sequential([ops.RMSNorm(), ops.Linear(4096)], recipe=te.DelayedScaling())``.
+
+    Parameters of the i-th op are at ``params/ops_<i>/{kernel,bias,scale}`` (or under its ``name``); an op object listed
+    twice shares its parameters, under its first place. FP8 state is at ``_overwrite_with_gradient/fp8_<i>`` for a run
+    of ops that starts at i.
+    """
+
+    ops: Sequence[Any] = ()
+
+    def chain(self) -> Sequence[Any]:
+        return self.ops
+
+
+def _check_input(name: str, argument: str, x: Any) -> None:
+    check_type(hasattr(x, "dtype"), name, argument, "an array", type(x).__name__)
+    dtypes = ", ".join(jnp.dtype(d).name for d in DTYPES)
+    check_type(x.dtype in DTYPES, name, argument, f"dtype {dtypes}", x.dtype)
+    check_value(x.ndim >= 1, name, argument, "at least one dimension", f"shape {x.shape}")
+    check_value(not compat.in_host_memory(x), name, argument, "an array in device memory", "one in host memory")
+
+
+def _segments(chain: Sequence[Any]) -> list[Any]:
+    """Maximal runs of basic ops, as lists of places, and the modules and functions between them."""
+    segments: list[Any] = []
+    scopes: dict[int, str] = {}
+    for index, item in enumerate(chain):
+        if not isinstance(item, Op):
+            check_type(callable(item), "Sequential", f"ops[{index}]", "an op, a Flax module or a function", repr(item))
+            segments.append(item)
+            continue
+        scope = scopes.setdefault(id(item), f"ops_{index}" if item.name is None else item.name)
+        if not segments or not isinstance(segments[-1], list):
+            segments.append([])
+        segments[-1] += [_Place(op, index, scope) for op in item.expand()]
+    return segments
+
+
+def _types(places: list[_Place], x: TensorType) -> list[TensorType]:
+    """The input type of every op of a run."""
+    types = []
+    for place in places:
+        types.append(x)
+        x = place.op.out_type(x)
+    return types
+
+
+def _foreign_type(item: Any, x: TensorType) -> TensorType:
+    if isinstance(item, nn.Module):
+        return jax.eval_shape(lambda key, x: item.init_with_output(key, x)[0], jax.random.key(0), x)
+    return jax.eval_shape(item, x)

@@ -1,0 +1,120 @@
+"""Reads programs as text, lowered (StableHLO) or compiled (HLO): which custom calls and collectives they hold.
+
+Calls are followed: a custom call in a function that is called twice counts twice. One in the body of a loop counts
+once per mention of the body, however often the loop runs.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+_STABLEHLO_FUNCTION = re.compile(r"^\s*func\.func (?:(?:public|private) )?@([\w.$-]+)\(")
+_STABLEHLO_CALL = re.compile(r"(?<!custom_)\bcall @([\w.$-]+)\(")
+_STABLEHLO_CUSTOM_CALL = re.compile(r"stablehlo\.custom_call @([\w.$-]+)\(")
+_HLO_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.$-]+) \(.*\) -> .* \{$")
+_HLO_CUSTOM_CALL = re.compile(r'custom_call_target="([^"]+)"')
+_HLO_CALLED = re.compile(
+    r"(?:to_apply|calls|body|condition|true_computation|false_computation|branch_computations)="
+    r"(\{[^}]*\}|%?[\w.$-]+)"
+)
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomCall:
+    """One custom call of a compiled program. Shapes are ``(dtype, dims)``, e.g. ``("f8e4m3fn", (16, 32))``."""
+
+    target: str
+    operands: tuple[tuple[str, tuple[int, ...]], ...]
+    results: tuple[tuple[str, tuple[int, ...]], ...]
+    text: str
+
+
+def count_custom_calls(text: str, prefix: str = "te_jax_") -> collections.Counter[str]:
+    """How many custom calls a program holds, by target, following calls from its entry.
+
+    ``text`` is ``lowered.as_text()`` or ``compiled.as_text()``; only targets that start with ``prefix`` are counted.
+    """
+    entry, functions = _functions(text)
+    counts: collections.Counter[str] = collections.Counter()
+    pending = [entry]
+    while pending:
+        custom_calls, called = functions[pending.pop()]
+        counts.update(target for target in custom_calls if target.startswith(prefix))
+        pending += called
+    return counts
+
+
+def custom_calls(compiled_text: str, prefix: str = "te_jax_") -> list[CustomCall]:
+    """Every custom call in a compiled program, with the (per-device) shapes of its operands and results."""
+    shapes: dict[str, tuple] = {}
+    calls = []
+    for line in compiled_text.splitlines():
+        name, equals, rest = line.strip().removeprefix("ROOT ").partition(" = ")
+        if not equals:
+            continue
+        result, _, _ = rest.partition(" custom-call(")
+        target = _HLO_CUSTOM_CALL.search(rest)
+        if target and target[1].startswith(prefix):
+            operands = _between_brackets(rest[len(result) + len(" custom-call") :])
+            inline = _shapes(operands)  # printed with operand shapes, or only with their names
+            named = tuple(s for n in re.findall(r"%[\w.$-]+", operands) for s in shapes.get(n, ()))
+            calls.append(CustomCall(target[1], inline or named, _shapes(result), line.strip()))
+        shapes[name] = _shapes(rest.split("(")[0] if not rest.startswith("(") else _between_brackets(rest))
+    return calls
+
+
+def count_collectives(compiled_text: str) -> collections.Counter[str]:
+    """How many collectives of each kind a compiled program holds; asynchronous pairs count once."""
+    counts: collections.Counter[str] = collections.Counter()
+    for kind in _COLLECTIVES:
+        found = len(re.findall(rf" {kind}(?:-start)?\(", compiled_text))
+        if found:
+            counts[kind] = found
+    return counts
+
+
+def _functions(text: str) -> tuple[str, dict[str, tuple[list[str], list[str]]]]:
+    """(entry, {function: (its custom calls, the functions it calls)})."""
+    stablehlo = "func.func" in text
+    functions: dict[str, tuple[list[str], list[str]]] = {}
+    entry = current = None
+    for line in text.splitlines():
+        header = (_STABLEHLO_FUNCTION if stablehlo else _HLO_COMPUTATION).match(line)
+        if header:
+            current = header[1]
+            functions[current] = ([], [])
+            if line.startswith("ENTRY") or current == "main":
+                entry = current
+            continue
+        if current is None:
+            continue
+        calls, called = functions[current]
+        if stablehlo:
+            calls += _STABLEHLO_CUSTOM_CALL.findall(line)
+            called += _STABLEHLO_CALL.findall(line)
+        else:
+            calls += _HLO_CUSTOM_CALL.findall(line)
+            for names in _HLO_CALLED.findall(line):
+                called += [name for name in re.findall(r"[\w.$-]+", names)]
+    if entry is None:
+        raise ValueError("te_jax.testing.hlo: text: expected StableHLO or HLO with an entry function, got neither")
+    return entry, functions
+
+
+def _between_brackets(text: str) -> str:
+    """What is inside the bracket that ``text`` starts with."""
+    depth = 0
+    for i, char in enumerate(text):
+        depth += (char == "(") - (char == ")")
+        if depth == 0:
+            return text[1:i]
+    return text[1:]
+
+
+def _shapes(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in _SHAPE.findall(text))
