@@ -62,12 +62,6 @@ def execute(
     run: Run, params: Params, state: Mapping[str, Array], keys: tuple, x: Array, extras: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
     """y and the extra outputs of a run, differentiable in params, state, x and extras, in any mesh regime."""
-    if mesh.manual_axes():
-        # Parameters that vary over fewer axes than x get the missing ones here, outside of the custom_vjp, so that
-        # JAX itself sums their gradients over those axes; likewise x where a kernel is sharded. The state stays as it
-        # is: its amax is reduced by the quantizing passes.
-        axes = frozenset().union(*(compat.varying_axes(a) for a in jax.tree.leaves((params, x, extras))))
-        params, x, extras = jax.tree.map(lambda a: compat.pvary(a, axes), (params, x, extras))
     return _run(run, params, state, keys, x, extras)
 
 
@@ -143,17 +137,23 @@ def _param_grads(params: Params, contexts: list[BackwardContext]) -> dict[str, d
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Like:
-    """The dtype and, on an Explicit mesh, the sharding that a cotangent must have: those of its primal."""
+    """What a cotangent's type takes from its primal: dtype, manual axes it varies over, Explicit sharding."""
 
     dtype: Any
+    varying: frozenset[str]
     spec: PartitionSpec | None
 
     @classmethod
     def of(cls, primal: Array) -> _Like:
-        return cls(primal.dtype, jax.typeof(primal).sharding.spec if mesh.regime(primal).explicit else None)
+        spec = jax.typeof(primal).sharding.spec if mesh.regime(primal).explicit else None
+        return cls(primal.dtype, compat.varying_axes(primal), spec)
 
     def match(self, grad: Array) -> Array:
-        grad = grad.astype(self.dtype)
+        """``grad`` in that type: a primal that is the same on several devices gets the sum of their gradients."""
+        summed = compat.varying_axes(grad) - self.varying
+        if summed:
+            grad = jax.lax.psum(grad, tuple(sorted(summed)))
+        grad = compat.pvary(grad.astype(self.dtype), self.varying)
         if self.spec is None or jax.typeof(grad).sharding.spec == self.spec:
             return grad
         return compat.reshard(grad, self.spec)

@@ -153,8 +153,9 @@ def _custom_calls(jaxpr) -> list[str]:
 def _planned(run: Run, step: Step, calls: tuple[str, ...], value: Any, *, backward: bool) -> PlannedStep:
     refusals = run.plan.backward_refusals if backward else run.plan.forward_refusals
     links = [run.links[i] for i in step.links]
-    notes = [f"no {r.rule}: {r.reason}" for r in refusals if r.links[0] in step.links]
-    notes += [f"not quantized: {info.why_unquantized}" for info in links if info.why_unquantized]
+    notes = [f"not quantized: {info.why_unquantized}" for info in links if info.why_unquantized]
+    unquantized = {info.why_unquantized for info in run.links}
+    notes += [f"no {r.rule}: {r.reason}" for r in refusals if r.links[0] in step.links and r.reason not in unquantized]
     if "te_jax_gemm" in calls:
         notes.append(_accumulation(links[0].recipe, ("dgrad", "wgrad") if backward else ("fprop",)))
     writes_fp8 = not isinstance(value, Array | jax.ShapeDtypeStruct)
