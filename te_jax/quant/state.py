@@ -302,13 +302,8 @@ def check(before: Any, after: Any, *, allow_unused: bool = False) -> None:
 
     _map_runs("state.check", visit, before, after, with_path=True)
     expected = "a state that was overwritten with its gradient (te.state.split keeps it from the optimizer)"
-    errors.check_value(
-        not bad,
-        "state.check",
-        ", ".join(bad),
-        expected,
-        "one that is not finite, or that something not linear has stepped",
-    )
+    got = "one that is not finite, or that something not linear has stepped"
+    errors.check_value(not bad, "state.check", ", ".join(bad), expected, got)
     got = "state that this step did not update: differentiate the loss with respect to it too, and store it"
     ok = not stale or (allow_unused and fresh > 0)
     errors.check_value(ok, "state.check", ", ".join(stale), "a parity that flipped", got)
