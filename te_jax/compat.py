@@ -42,7 +42,7 @@ def shape_struct(shape, dtype, varying: Iterable[str] = ()) -> jax.ShapeDtypeStr
 
 
 def shaped_array(shape, dtype, operands) -> jax.core.ShapedArray:
-    """The abstract value of a result of ``operands`` (abstract values) that varies over every axis that one of them does.
+    """The abstract value of a result of ``operands`` (abstract values): it varies over every axis that any does.
 
     Not sharded over explicit axes; in device memory.
     """

@@ -29,7 +29,7 @@ def activation(
 def activation_grad(
     dy: jax.Array, x: jax.Array, scale: jax.Array, spec: ActivationGradSpec, *, amax_axes: tuple[str, ...] | None = None
 ) -> QuantizeOut:
-    """y, in x's shape, = the cotangent of x for dy [*lead, C]; dtypes equal; scale and amax_axes as for ``quantize``."""
+    """y, in x's shape: the cotangent of x for dy [*lead, C], in x's dtype; scale, amax_axes as for ``quantize``."""
     return quantizing.to_out(spec, _ACTIVATION_GRAD(spec, dy, x, scale, amax_axes=amax_axes))
 
 

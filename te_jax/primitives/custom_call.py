@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.ffi
@@ -60,14 +61,14 @@ class Definition:
 
     name: str
     spec_type: type[Spec]
-    operands: Callable[[Spec], tuple[str, ...]]
+    operands: Callable[[Any], tuple[str, ...]]
     check: Callable[..., None]
     results: Callable[..., tuple]
     reference: Callable[..., tuple]
     why_not: Callable[..., str | None]
     rule: Callable[..., ShardingRule]
     local: Callable[..., tuple]
-    aliases: Callable[[Spec], dict[int, int]] = lambda spec: {}
+    aliases: Callable[[Any], dict[int, int]] = lambda spec: {}
 
     @property
     def target(self) -> str:
@@ -186,7 +187,7 @@ def _reshard(x: jax.Array, spec: PartitionSpec, explicit: Sequence[str]) -> jax.
 # Auto meshes
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _partitioned(call: CustomCall, spec: Spec, custom_call: bool) -> Callable[..., tuple]:
     """The function for Auto meshes. Cached, so that JAX sees one function per spec."""
     bind = functools.partial(call.bind, custom_call)
@@ -221,8 +222,8 @@ def _lower_not_exported(ctx, operand):
     devices = getattr(module.axis_context, "num_devices", 1)
     if module.lowering_parameters.for_export and devices > 1:
         raise NotImplementedError(
-            f"te_jax: jax.export: expected a program for one device, or one whose mesh is Explicit or Manual, got one for "
-            f"{devices} devices whose mesh is Auto (jax can't export custom_partitioning)"
+            "te_jax: jax.export: expected a program for one device, or one whose mesh is Explicit or Manual, got one "
+            f"for {devices} devices whose mesh is Auto (jax can't export custom_partitioning)"
         )
     return [operand]
 
@@ -261,7 +262,7 @@ def _primitive(definition: Definition) -> compat.Primitive:
     primitive = compat.Primitive(definition.target)
     primitive.multiple_results = True
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def compiled(spec, custom_call):
         return jax.jit(functools.partial(primitive.bind, spec=spec, custom_call=custom_call))
 

@@ -61,7 +61,8 @@ def test_quantize(kind, scale):
     want = primitives.quantize(x, np.float32(scale), FULL)
     mesh = make_mesh(kind, kind)
     with jax.set_mesh(mesh):
-        got, text = compile_and_run(lambda x, s: primitives.quantize(x, s, FULL), put(mesh, x, "a", "b"), jnp.float32(scale))
+        operands = put(mesh, x, "a", "b"), jnp.float32(scale)
+        got, text = compile_and_run(lambda x, s: primitives.quantize(x, s, FULL), *operands)
     assert_equal(got, want)
     calls = hlo.custom_calls(text)
     # One pass for the amax of a scale that may be unseeded, one that writes.
@@ -225,7 +226,12 @@ def test_manual(check_vma):
     assert set(hlo.count_collectives(text)) == {"all-reduce"}
     everywhere = {"a", "b"} if check_vma else set()
     assert types == {
-        "data": everywhere, "data_t": everywhere, "dbias": everywhere, "scale": set(), "scale_inv": set(), "amax": set()
+        "data": everywhere,
+        "data_t": everywhere,
+        "dbias": everywhere,
+        "scale": set(),
+        "scale_inv": set(),
+        "amax": set(),
     }
 
 
