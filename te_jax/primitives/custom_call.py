@@ -16,8 +16,8 @@ An operation describes itself by a :class:`Definition`; :class:`CustomCall` make
   In each of them a shard runs the same ``Definition.local``.
 
 Explicit meshes use ``shard_map`` and not ``auto_axes`` around ``custom_partitioning``, because a program with
-``custom_partitioning`` over several devices can't be exported. A mesh that is manual over some axes and Auto over
-others runs the reference: ``custom_partitioning`` is not told the names of the axes there.
+``custom_partitioning`` over several devices can't be exported. Mixed meshes: Explicit and Auto axes all become Auto;
+Manual and Auto axes run the reference, because ``custom_partitioning`` is not told the names of the axes there.
 """
 
 from __future__ import annotations
@@ -118,8 +118,10 @@ class CustomCall:
         """Runs in the regime of the operands' mesh."""
         regime = mesh_lib.regime(*operands)
         if regime.manual:
-            # custom_partitioning doesn't learn the axes' names here, a reference is partitioned by XLA as it is.
+            # custom_partitioning isn't told the names of Auto axes here; a reference is partitioned by XLA as it is.
             custom_call = custom_call and not regime.auto
+        if regime.explicit and regime.auto and not regime.manual:
+            return self._all_auto(spec, custom_call, regime, *operands)
         if regime.explicit:
             return self._explicit(spec, amax_axes, custom_call, regime, *operands)
         if regime.manual:
@@ -129,27 +131,37 @@ class CustomCall:
 
     def _explicit(self, spec, amax_axes, custom_call, regime, *operands):
         """``shard_map`` over the explicit axes. Axes that are already manual stay so."""
-        rule = self.definition.rule(spec, *map(jax.typeof, operands))
-        sizes = {name: regime.mesh.shape[name] for name in regime.explicit}
-        axes = rule.axes([(x.shape, jax.typeof(x).sharding.spec) for x in operands], (), sizes)
+        rule, axes = self._explicit_axes(spec, regime, operands)
         reductions = rule.reductions(axes)
         reductions = Reductions(amax=amax_axes + reductions.amax, sums=reductions.sums)
 
         def shard(*operands):
-            call = functools.partial(self.bind, custom_call and not regime.auto)
+            call = functools.partial(self.bind, custom_call)
             return self.definition.local(call, spec, reductions, *operands)
 
         in_specs = rule.operand_specs(axes)
-        operands = tuple(_reshard(x, spec, regime.explicit) for x, spec in zip(operands, in_specs, strict=True))
         return compat.shard_map(
             shard,
             mesh=regime.mesh,
             in_specs=in_specs,
             out_specs=rule.result_specs(axes),
             # All axes if all are explicit: vmap over a sharded dimension takes an axis away, without telling us.
-            axis_names=set(regime.explicit) if regime.auto or regime.manual else set(),
+            axis_names=set(regime.explicit) if regime.manual else set(),
             check_vma=compat.checks_varying_axes(),
-        )(*operands)
+        )(*map(_reshard, operands, in_specs))
+
+    def _all_auto(self, spec, custom_call, regime, *operands):
+        """``auto_axes`` for a mesh that is Explicit over some axes and Auto over others."""
+        rule, axes = self._explicit_axes(spec, regime, operands)
+        out_sharding = tuple(NamedSharding(regime.mesh, spec) for spec in rule.result_specs(axes))
+        function = _partitioned(self, spec, custom_call)
+        return compat.auto_axes(function, axes=regime.explicit, out_sharding=out_sharding)(*operands)
+
+    def _explicit_axes(self, spec, regime, operands):
+        """The rule, and the explicit axes of each factor as the operands' types show them."""
+        rule = self.definition.rule(spec, *map(jax.typeof, operands))
+        sizes = {name: regime.mesh.shape[name] for name in regime.explicit}
+        return rule, rule.axes([(x.shape, jax.typeof(x).sharding.spec) for x in operands], (), sizes)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
@@ -175,7 +187,7 @@ def _check(definition: Definition, spec: Spec, operands: Sequence) -> None:
     definition.check(spec, *map(jax.typeof, operands))
 
 
-def _reshard(x: jax.Array, spec: PartitionSpec, explicit: Sequence[str]) -> jax.Array:
+def _reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Makes the type of x show ``spec``, moving data only if it shows another one."""
     current = tuple(jax.typeof(x).sharding.spec)
     wanted = tuple(spec)
@@ -247,7 +259,13 @@ def _partition(definition: Definition, spec: Spec, bind, mesh, operands, results
         [(x.shape, x.sharding.spec) for x in jax.tree.leaves(results)],
         dict(mesh.shape),
     )
-    shard = functools.partial(definition.local, bind, spec, rule.reductions(axes))
+
+    def shard(*operands):
+        # The callback runs under the mesh of the program, which may be an Explicit one that was made Auto: jax 0.12
+        # would type scalars by it and emit sharding constraints that nothing lowers (jax#34811).
+        with compat.no_mesh():
+            return definition.local(bind, spec, rule.reductions(axes), *operands)
+
     shardings = [
         tuple(NamedSharding(mesh, spec) for spec in specs)
         for specs in (rule.result_specs(axes), rule.operand_specs(axes))
