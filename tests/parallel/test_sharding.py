@@ -53,6 +53,15 @@ def test_replicated_factors_are_never_split_and_unknown_axes_ignored():
     assert norm.axes([((8, 16), P("z", None)), ((16,), P())], [], SIZES) == {}
 
 
+def test_batch_dimensions_are_factors_that_nothing_is_reduced_over():
+    rule = GEMM.batched([(True, False, False), (True, True, False)])
+    assert rule.operands == (("b0", "b1", "l", "k"), ("b1", "r", "k"), ())
+    assert rule.results == (("b0", "b1", "l", "r"), ("b0", "b1"))
+    axes = rule.axes([((8, 2, 16, 64), P("a", None, "b")), ((2, 32, 64), P()), ((), P())], [], SIZES)
+    assert rule.result_specs(axes) == (P("a", None, "b", None), P("a", None))
+    assert rule.reductions(axes) == Reductions(amax=("b",))
+
+
 def test_shardy_rule():
     rule = GEMM.shardy()
     assert rule.operand_mappings == (("l", "k"), ("r", "k"), ())

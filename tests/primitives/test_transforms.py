@@ -78,6 +78,27 @@ def test_vmap_over_a_sharded_dimension_of_an_explicit_mesh(axes):
     assert {c.operands[0] for c in hlo.custom_calls(compiled.as_text())} == {local}
 
 
+def test_vmap_over_a_sharded_dimension_of_an_auto_mesh():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    x, w = normal((8, 3, 64, 32)), normal((48, 32), seed=1)
+    spec = GemmSpec(fp8=False)
+
+    def function(x):
+        return primitives.gemm(x, w, spec)[0], quantize(x).data, quantize(x).amax
+
+    twice = jax.vmap(jax.vmap(function))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, NamedSharding(mesh, P("a", None, "b")))
+        compiled = jax.jit(twice).lower(sharded).compile()
+        got = compiled(sharded)
+    assert_equal(got, twice(x))
+    np.testing.assert_array_equal(got[2], np.abs(oracle.f64(x)).max((2, 3)))
+    assert got[1].sharding.spec[0] == "a"
+    calls = hlo.custom_calls(compiled.as_text())
+    assert {c.operands[0] for c in calls} == {("bf16", (32, 32))}
+    assert set(hlo.count_collectives(compiled.as_text())) == {"all-reduce"}  # of amax, over the rows
+
+
 def test_scan():
     x = normal((4, 16, 32))
 
