@@ -52,8 +52,11 @@ QUANTIZE_CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("scale", [0.0, 3.7, np.nan])
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(jnp.float32, 0.0), (jnp.float16, 0.0), (jnp.bfloat16, 0.0), (jnp.bfloat16, 3.7), (jnp.float32, np.nan)],
+    ids=["f32", "f16", "bf16", "bf16-given", "f32-nan"],
+)
 @pytest.mark.parametrize("spec", QUANTIZE_CASES, ids=lambda s: "".join(n[0] for n, v in vars(s).items() if v is True))
 def test_quantize(spec, scale, dtype):
     x = normal((2, 16, 48), dtype)
