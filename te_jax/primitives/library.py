@@ -25,6 +25,7 @@ _MODULES = {
     "cpu": ("te_jax._native._te_jax_cpu", "cpu"),
     "cuda": ("te_jax._native._te_jax_cuda", "CUDA"),
 }
+MIN_CUDA_CAPABILITY = (9, 0)
 _lock = threading.RLock()
 _registered: set[str] = set()
 
@@ -55,7 +56,12 @@ def status(platform: str) -> NativeStatus:
         path = _path(platform)
         if path is not None and not has_cuda_backend():
             return NativeStatus(available=False, reason="this process has no CUDA backend", path=path)
-    return _load(platform)[0]
+    found = _load(platform)[0]
+    if platform == "cuda" and found.available and has_cuda_backend():
+        capability = str(jax.devices("cuda")[0].compute_capability)
+        if reason := capability_problem(capability):
+            return dataclasses.replace(found, available=False, reason=reason)
+    return found
 
 
 def ensure_registered(platform: str) -> NativeStatus:
@@ -110,6 +116,14 @@ def version_problem(built: tuple[int, int], running: tuple[int, int] | None) -> 
         text = [".".join(map(str, version)) for version in (built, running)]
         return f"it was built for FFI API {text[0]}, the running jaxlib has {text[1]}: rebuild with jaxlib 0.10.2"
     return ""
+
+
+def capability_problem(capability: str) -> str:
+    """Why a GPU of that compute capability ("9.0") can't run the kernels; "" if it can."""
+    if tuple(int(part) for part in capability.split(".")) >= MIN_CUDA_CAPABILITY:
+        return ""
+    needed = ".".join(map(str, MIN_CUDA_CAPABILITY))
+    return f"the GPU has compute capability {capability}, the CUDA module needs {needed} (Hopper) or newer"
 
 
 def _path(platform: str) -> pathlib.Path | None:
