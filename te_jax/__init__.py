@@ -4,6 +4,7 @@
     from te_jax import ops
 """
 
+from te_jax import flax as flax
 from te_jax import ops as ops
 from te_jax import state as state
 from te_jax.fusion.plan import FusionPlan as FusionPlan
@@ -11,6 +12,7 @@ from te_jax.quant.tensor import QTensor as QTensor
 from te_jax.recipe import BlockScaling as BlockScaling
 from te_jax.recipe import CurrentScaling as CurrentScaling
 from te_jax.recipe import DelayedScaling as DelayedScaling
+from te_jax.recipe import Recipe as Recipe
 from te_jax.sequential import ChainModule as ChainModule
 from te_jax.sequential import Sequential as Sequential
 
