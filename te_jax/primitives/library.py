@@ -130,7 +130,7 @@ def version_problem(built: tuple[int, int], running: tuple[int, int] | None) -> 
 
 
 def architecture_problem(architectures: Sequence[str], capabilities: Iterable[str]) -> str:
-    """Why GPUs of ``capabilities`` ("9.0", ..) don't run code built for ``architectures`` ("sm_90a", ..); "" if they do.
+    """Why GPUs of ``capabilities`` ("9.0", ..) don't run code built for ``architectures`` ("sm_90a", ..); "" if so.
 
     The suffix a is for features of one architecture: such code runs on no other, newer or older.
     """
