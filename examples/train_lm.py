@@ -51,6 +51,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq", type=_positive, default=128, help="bytes per sequence")
     parser.add_argument("--batch", type=_positive, default=8, help="sequences per step")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="its peak")
+    parser.add_argument("--data", help="a folder of .py files to train on; default: the standard library")
     parser.add_argument("--remat", action="store_true", help="recompute each layer in the backward pass")
     return parser.parse_args(argv)
 
@@ -214,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.compare:
         runs.setdefault("bf16", (None, out / "bf16"))
 
-    corpus = lm_data.load()
+    corpus = lm_data.load(args.data)
     entropy = corpus.unigram_entropy()
     results: dict[str, Result] = {}
     with StopOnSignal() as stop:
