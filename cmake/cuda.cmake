@@ -7,6 +7,11 @@ endif()
 set(CMAKE_CUDA_ARCHITECTURES OFF)  # given as -gencode: sm_90a has no portable spelling
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
+
+# cuBLASLt's headers: the toolkit's, or those of the nvidia-cublas wheel beside the building Python.
+find_path(TE_JAX_CUBLAS_INCLUDE_DIR cublasLt.h
+  HINTS ${CUDAToolkit_INCLUDE_DIRS} ${Python_SITELIB}/nvidia/cu${CUDAToolkit_VERSION_MAJOR}/include
+  DOC "Directory of cublasLt.h" REQUIRED)
 set(CMAKE_CUDA_STANDARD 17)
 
 file(GLOB TE_JAX_CUDA_KERNELS CONFIGURE_DEPENDS csrc/kernels/*.cu)
@@ -21,5 +26,6 @@ set_target_properties(te_jax_kernels PROPERTIES CUDA_RUNTIME_LIBRARY Static CUDA
 
 te_jax_module(_te_jax_cuda ${TE_JAX_CUDA_SOURCES})
 target_compile_definitions(_te_jax_cuda PRIVATE TE_JAX_CUDA_ARCHITECTURES="sm_90a")
-target_include_directories(_te_jax_cuda SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+target_include_directories(_te_jax_cuda SYSTEM PRIVATE
+  ${CUDAToolkit_INCLUDE_DIRS} ${TE_JAX_CUBLAS_INCLUDE_DIR})
 target_link_libraries(_te_jax_cuda PRIVATE te_jax_ffi te_jax_kernels CUDA::cudart_static ${CMAKE_DL_LIBS})

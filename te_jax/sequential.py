@@ -9,7 +9,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen.dtypes import canonicalize_dtype
 from jax import Array
 
 from te_jax import compat
@@ -126,7 +125,7 @@ class ChainModule(nn.Module, kw_only=True):
             for place, x_type in zip(segment, types, strict=True):
                 specs = {s.name: TensorType(s.shape, self.param_dtype) for s in place.op.params(x_type)}
                 params.setdefault(place.scope, {}).update(specs)
-            dtype = self.dtype or jnp.result_type(*(t.dtype for t in jax.tree.leaves((x, params))))
+            dtype = self._compute_dtype(x, params)
             run = self._make_run(segment, x, dtype)
             count = sum(place.op.num_extra_inputs for place in segment)
             taken, extras = extras[:count], extras[count:]
@@ -172,7 +171,12 @@ class ChainModule(nn.Module, kw_only=True):
             if scope not in scopes:
                 scopes[scope] = self._make_params(scope, tuple(specs.values()))
         params = {scope: scopes[scope] for scope in wanted}
-        return params, canonicalize_dtype(x, *jax.tree.leaves(params), dtype=self.dtype)
+        return params, self._compute_dtype(x, params)
+
+    @nn.nowrap
+    def _compute_dtype(self, x: Array | TensorType, params: Any) -> Any:
+        """``dtype``, or the common type of input and parameters."""
+        return jnp.dtype(self.dtype or jnp.result_type(*(a.dtype for a in jax.tree.leaves((x, params)))))
 
     @nn.nowrap
     def _make_params(self, scope: str, specs: tuple[ParamSpec, ...]) -> dict[str, Array]:

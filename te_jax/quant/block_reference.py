@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax import errors
+from te_jax.quant.division import divide
 from te_jax.quant.format import E4M3, Format, format_of
 from te_jax.quant.reference import cast, scale_from_amax
 
@@ -49,7 +50,7 @@ def quantize_block(
     axes = _block_axes(blocks, block)
     scale = scale_from_amax(jnp.abs(blocks).max(axes).astype(jnp.float32), fmt.max, power_of_two=power_of_two)
     data = cast(x, _expand(scale, x.shape, block), fmt)
-    return data, 1.0 / scale
+    return data, divide(1.0, scale)
 
 
 def dequantize_block(

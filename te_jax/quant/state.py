@@ -1,7 +1,7 @@
 """FP8 scale state: float32 leaves whose "gradient" is their next value.
 
-Delayed scaling keeps its state in the variable collection ``_overwrite_with_gradient``: differentiating a loss gives, as
-the cotangent of a state leaf, the leaf's next value, and Flax's TrainState overwrites the leaf with it. On the way
+Delayed scaling keeps its state in the variable collection ``_overwrite_with_gradient``: differentiating a loss gives,
+as the cotangent of a state leaf, the leaf's next value, and Flax's TrainState overwrites the leaf with it. On the way
 people do to this tree what they do to gradients: sum it over uses and microbatches, average, clip, unscale, cast. So
 the leaves are built to be read rightly after any *linear* treatment and to be caught after any other.
 
@@ -23,10 +23,10 @@ one 1 into slots 0..63 and 65, so their sum u is c * k * W, and
 
 Rungs are half octaves of amax, [2**(i/2), 2**((i+1)/2)), numbered modulo 64. If one rung is populated, all uses lie
 within half an octave and their mean is the newest amax. Otherwise the newest amax is the upper edge of the highest
-populated rung. Modulo 64 a rung could be one of many, 2**32 apart; the one nearest to the mean is meant, as the mean lies
-between max / k and max. A rung that holds the share s of the uses contributes at least s * its lower edge to the
+populated rung. Modulo 64 a rung could be one of many, 2**32 apart; the one nearest to the mean is meant, as the mean
+lies between max / k and max. A rung that holds the share s of the uses contributes at least s * its lower edge to the
 mean; one that would contribute more than the mean is a use 2**32 below the others, seen from the other side, and is
-left out. The newest amax is so within half an octave of the true maximum, without reference to any scale.
+left out. So the newest amax is within half an octave of the true maximum, without reference to any scale.
 
 u = 0 or not finite: unused or new; the quantizer takes the amax of its current tensor ("unseeded", scale 0).
 |parity| != |u|: updates of several steps were mixed, as optimizers with momentum do, or ordinary gradient descent
@@ -103,7 +103,8 @@ def init(num_quantizers: int, recipe: Recipe) -> dict[str, jax.Array]:
     Raises:
       ValueError: the recipe keeps no state.
     """
-    errors.check_value(recipe.stateful, "state.init", "recipe", "one that keeps state (DelayedScaling)", type(recipe).__name__)
+    expected = "one that keeps state (DelayedScaling)"
+    errors.check_value(recipe.stateful, "state.init", "recipe", expected, type(recipe).__name__)
     q, h = num_quantizers, recipe.amax_history_len
     return {
         "amax_history": jnp.zeros((q, h), jnp.float32),
@@ -242,14 +243,15 @@ def split(variables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
     The first part is what an optimizer, a clip or a gradient norm should see. The state is {} if there is none.
     """
-    errors.check_type(isinstance(variables, Mapping), "state.split", "variables", "a dict of collections", type(variables))
+    ok = isinstance(variables, Mapping)
+    errors.check_type(ok, "state.split", "variables", "a dict of collections", type(variables).__name__)
     rest = {name: value for name, value in variables.items() if name != COLLECTION}
     return rest, dict(variables.get(COLLECTION, {}))
 
 
 def merge(rest: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `split`."""
-    errors.check_type(isinstance(rest, Mapping), "state.merge", "rest", "a dict of collections", type(rest))
+    errors.check_type(isinstance(rest, Mapping), "state.merge", "rest", "a dict of collections", type(rest).__name__)
     errors.check_value(COLLECTION not in rest, "state.merge", "rest", f"no {COLLECTION!r}", sorted(rest))
     return {**rest, COLLECTION: dict(state)} if state else dict(rest)
 
@@ -286,7 +288,8 @@ def check(before: Any, after: Any, *, allow_unused: bool = False) -> None:
 
     def visit(path: str, old: Leaves, new: Leaves) -> Leaves:
         nonlocal fresh
-        errors.check_type(not isinstance(new["uses"], jax.core.Tracer), "state.check", path, "concrete arrays", "a tracer")
+        traced = isinstance(new["uses"], jax.core.Tracer)
+        errors.check_type(not traced, "state.check", path, "concrete arrays", "a tracer")
         d_old, d_new = _decode(old), _decode(new)
         changed = (d_old.parity != d_new.parity) | (d_old.used & ~d_new.used)
         fresh += int(changed.sum())
@@ -298,16 +301,10 @@ def check(before: Any, after: Any, *, allow_unused: bool = False) -> None:
 
     _map_runs("state.check", visit, before, after, with_path=True)
     expected = "a state that was overwritten with its gradient (te.state.split keeps it from the optimizer)"
-    errors.check(not bad, errors.message("state.check", ", ".join(bad), expected, "one that something not linear has stepped"))
-    if stale and not (allow_unused and fresh):
-        raise ValueError(
-            errors.message(
-                "state.check",
-                ", ".join(stale),
-                "a parity that flipped",
-                "state that this step did not update: differentiate the loss with respect to it too, and store it",
-            )
-        )
+    errors.check_value(not bad, "state.check", ", ".join(bad), expected, "one that something not linear has stepped")
+    got = "state that this step did not update: differentiate the loss with respect to it too, and store it"
+    ok = not stale or (allow_unused and fresh > 0)
+    errors.check_value(ok, "state.check", ", ".join(stale), "a parity that flipped", got)
 
 
 def _accumulate(a: Leaves, b: Leaves) -> dict[str, jax.Array]:
@@ -349,4 +346,4 @@ def _map_runs(op: str, function: Callable[..., Any], a: Any, b: Any, with_path: 
 
 
 def _is_run(x: Any) -> bool:
-    return isinstance(x, Mapping) and LEAVES == set(x)
+    return isinstance(x, Mapping) and set(x) == LEAVES

@@ -75,7 +75,8 @@ class QTensor:
         shape = self.shape
         for name in ("data", "data_t"):
             value = getattr(self, name)
-            errors.check_type(value is None or value.dtype == fmt.dtype, op, name, fmt.dtype, getattr(value, "dtype", None))
+            dtype = fmt.dtype if value is None else value.dtype
+            errors.check_type(dtype == fmt.dtype, op, name, fmt.dtype, dtype)
         if self.data is not None and self.data_t is not None:
             expected = (shape[-1], *shape[:-1])
             errors.check_value(self.data_t.shape == expected, op, "data_t", expected, self.data_t.shape)

@@ -20,9 +20,8 @@ def assert_trees_identical(actual: Any, expected: Any) -> None:
         if (a.dtype, a.shape) != (e.dtype, e.shape):
             wrong.append(f"{name}: expected {e.dtype}{list(e.shape)}, got {a.dtype}{list(a.shape)}")
         elif a.tobytes() != e.tobytes():
-            differ = np.ascontiguousarray(a).view(np.uint8) != np.ascontiguousarray(e).view(np.uint8) if a.ndim else None
-            count = "" if differ is None else f" ({int(differ.reshape(a.size, -1).any(-1).sum())} of {a.size} elements)"
-            wrong.append(f"{name}: bits differ{count}")
+            a_bytes, e_bytes = (np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, -1) for x in (a, e))
+            wrong.append(f"{name}: bits differ in {int((a_bytes != e_bytes).any(-1).sum())} of {a.size} elements")
     assert not wrong, "\n".join(wrong)
 
 
@@ -36,7 +35,8 @@ def assert_within(actual: Any, expected: np.ndarray, error: np.ndarray | float, 
     expected = np.asarray(expected).astype(np.float64)
     assert actual.shape == expected.shape, f"{what}: shape: expected {expected.shape}, got {actual.shape}"
     nan = np.isnan(expected)
-    assert (np.isnan(actual) == nan).all(), f"{what}: NaN at {np.argwhere(np.isnan(actual) != nan)[:5].tolist()}, or not"
+    wrong = np.argwhere(np.isnan(actual) != nan)
+    assert not wrong.size, f"{what}: NaN expected or not expected at {wrong[:5].tolist()}"
     same = (actual == expected) | nan  # infinities
     with np.errstate(invalid="ignore"):
         excess = np.where(same, 0.0, np.abs(actual - expected) / np.maximum(error, np.finfo(np.float64).tiny))

@@ -1,14 +1,14 @@
 """Tolerances: they belong to the format and the contraction length, and are derived here and nowhere else.
 
-Rounding. A format with m mantissa bits rounds a normal number with relative error <= 2**-(m+1) and a subnormal one
-with absolute error <= half its smallest subnormal. E4M3: m = 3, smallest subnormal 2**-9. E5M2: m = 2, 2**-16.
+Rounding. A format with m mantissa bits, u = 2**-(m+1), rounds a normal number with relative error <= u / (1 + u) (Knuth)
+and a subnormal one with absolute error <= half its smallest subnormal. E4M3: m = 3, smallest subnormal 2**-9. E5M2: m = 2, 2**-16.
 
 GEMM against fp64 with the same quantized operands. Products of two FP8 (or bf16) numbers are exact in fp32, so only
 accumulation and the output's rounding err. Adding K terms in fp32 in any order errs at most by
 (K - 1) * 2**-24 * sum |a||b| (first order; Higham, Accuracy and Stability of Numerical Algorithms, 4.2). In practice
 errors have random signs, so that sqrt(K) replaces K; we allow 4 * sqrt(K), never more than K. Hopper's fast FP8
 accumulation keeps 13 fraction bits while it adds products: 2**-14 replaces 2**-24 (and truncation, not rounding,
-keeps the sign, so K is not replaced by its root but bounded by the terms of one 16- to 32-wide instruction each: K / 16).
+has a sign, so no root): each instruction adds 32 terms, with an error of at most 2**-13 of the sum; K / 16 * 2**-14.
 
 GEMM against the operands before quantization. Over a binade, where values are spread evenly, rounding errs by
 2**-m / sqrt(12) rms while values are sqrt(7/3) rms, so the relative rms error of a quantized tensor is
@@ -37,7 +37,8 @@ def _name(dtype) -> str:
 
 def unit_roundoff(dtype) -> float:
     """Largest relative error of rounding a normal number to `dtype` (dtype, its name, or a format name)."""
-    return 2.0 ** -(MANTISSA_BITS[_name(dtype)] + 1)
+    u = 2.0 ** -(MANTISSA_BITS[_name(dtype)] + 1)
+    return u / (1 + u)
 
 
 def quantization_error(x: np.ndarray, format: str, scale: float | np.ndarray) -> np.ndarray:
@@ -46,7 +47,7 @@ def quantization_error(x: np.ndarray, format: str, scale: float | np.ndarray) ->
     return np.maximum(relative, SMALLEST_SUBNORMAL[format] / 2 / scale * (1 + 4 * FP32_UNIT))
 
 
-def gemm_error(magnitude: np.ndarray, contraction: int, out: np.ndarray, out_dtype, *, fast: bool = False) -> np.ndarray:
+def gemm_error(magnitude: np.ndarray, contraction: int, out: np.ndarray, out_dtype, *, fast=False) -> np.ndarray:
     """Largest error of each element of a GEMM, given the fp64 result `out` of the same (quantized) operands.
 
     Args:

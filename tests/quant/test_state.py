@@ -110,7 +110,7 @@ def test_new_state_is_unseeded():
 
 
 def test_recipe_without_state():
-    with pytest.raises(ValueError, match="state.init: recipe: expected .*DelayedScaling.*CurrentScaling"):
+    with pytest.raises(ValueError, match=r"state.init: recipe: expected .*DelayedScaling.*CurrentScaling"):
         state.init(2, CurrentScaling())
 
 
@@ -174,9 +174,7 @@ def test_scale_is_capped():
     np.testing.assert_array_equal(read(leaves, FP8_MAX, RECIPE).scale, [56.0, 0.0])
     low = jnp.array([2.0**-61, 2.0**-61])
     leaves = write(view(variables()), low, low, like=leaves)
-    np.testing.assert_array_equal(
-        read(leaves, np.float32([2.0**80, 57344]), RECIPE).scale, [2.0**126, 57344 * 2.0**61]
-    )
+    np.testing.assert_array_equal(read(leaves, np.float32([2.0**80, 57344]), RECIPE).scale, [2.0**126, 57344 * 2.0**61])
 
 
 # --------------------------------------------------------------------------------------- what users do: right
@@ -249,9 +247,9 @@ def test_linear_treatments(treatment, k, fresh):
     true = np.max(USES[:k], axis=0)
     rtol = 2.0**-7 if "bfloat16" in treatment else 2.0**-22
     ratio = np.asarray(got.history[:, 0], np.float64) / true
-    assert (ratio <= HALF_OCTAVE * (1 + rtol)).all() and (ratio >= (1 if k == 1 else HALF_OCTAVE**-1) * (1 - rtol)).all()
-    if k == 1:
-        np.testing.assert_allclose(got.history[:, 0], true, rtol=rtol)
+    above, below = (1, 1) if k == 1 else (HALF_OCTAVE, HALF_OCTAVE**-1)
+    assert (ratio <= above * (1 + rtol)).all()
+    assert (ratio >= below * (1 - rtol)).all()
     np.testing.assert_allclose(got.history[:, 1:], view(before).history[:, :-1], rtol=rtol)
     np.testing.assert_allclose(got.scale, scale(np.asarray(got.history).max(1)), rtol=1e-6)
     np.testing.assert_array_equal(got.parity, -view(before).parity)
@@ -260,7 +258,7 @@ def test_linear_treatments(treatment, k, fresh):
 
 @pytest.mark.parametrize("k", [1, 2, 3, 7, 16])
 def test_rounding_of_a_sum_over_uses(k):
-    """Older history is exact for one and two uses, within (k + 1) / 2 ulp for k (rounding of the sum, of the division)."""
+    """Older history is exact for one and two uses, within (k + 1) / 2 ulp for k (of sum and division)."""
     rng = np.random.default_rng(k)
     fp8_max = np.full(64, 448, np.float32)
     leaves = state.init(64, RECIPE)
@@ -294,7 +292,8 @@ def test_uses_far_apart():
         amaxes = (1.3, 1.3 * 2.0**-distance)
         writes = [write(unseeded, jnp.ones(2), jnp.full(2, amax, jnp.float32), leaves) for amax in amaxes]
         got = read(jax.tree.map(jnp.add, *writes), FP8_MAX, RECIPE).history[:, 0]
-        assert (0.65 <= got).all() and (got <= 1.3 * 2 * HALF_OCTAVE).all(), distance
+        assert (got >= 1.3 / 2).all(), distance
+        assert (got <= 1.3 * 2 * HALF_OCTAVE).all(), distance
 
 
 def test_pmean_over_devices():
@@ -308,7 +307,8 @@ def test_pmean_over_devices():
     grads = jax.tree.map(lambda leaf: leaf[0], jax.jit(jax.vmap(device, axis_name="data"))(x))
     got = view(overwrite(before, grads))
     true = np.array([8.0, 0.08])
-    assert (true <= got.history[:, 0]).all() and (got.history[:, 0] <= true * HALF_OCTAVE).all()
+    assert (got.history[:, 0] >= true).all()
+    assert (got.history[:, 0] <= true * HALF_OCTAVE).all()
     np.testing.assert_allclose(got.history[:, 1], [7.0, 0.4], rtol=1e-6)
     assert not got.bad.any()
 
@@ -407,7 +407,7 @@ def test_optimizer_over_the_whole_tree_is_loud(optimizer, trained):
 def test_split_keeps_the_state_from_the_optimizer():
     v = after((7.0, 0.4))
     params, fp8 = state.split(v)
-    assert set(params) == {"params"} and set(fp8) == {"mlp"}
+    assert (set(params), set(fp8)) == ({"params"}, {"mlp"})
     optimizer = optax.adam(1e-3)
     opt_state = optimizer.init(params)
     grads, new_fp8 = state.split(gradients(v, (3.0, 0.7))[0])
@@ -420,9 +420,9 @@ def test_split_keeps_the_state_from_the_optimizer():
 def test_split_without_state_and_errors():
     assert state.split({"params": 1}) == ({"params": 1}, {})
     assert state.merge({"params": 1}, {}) == {"params": 1}
-    with pytest.raises(TypeError, match="state.split: variables: expected a dict"):
+    with pytest.raises(TypeError, match=r"state.split: variables: expected a dict"):
         state.split([1])
-    with pytest.raises(ValueError, match="state.merge: rest: expected no '_overwrite_with_gradient'"):
+    with pytest.raises(ValueError, match=r"state.merge: rest: expected no '_overwrite_with_gradient'"):
         state.merge({state.COLLECTION: {}}, {"mlp": {}})
     with pytest.raises(TypeError, match=r"state.apply: \['mlp'\]\['scale'\]: expected leaves"):
         state.apply({"mlp": {"scale": jnp.ones(2)}}, {"mlp": {"scale": jnp.ones(2)}})

@@ -57,9 +57,9 @@ def test_invalid_fields_are_named(kind, fields, error, words):
 
 
 def test_unknown_role_and_gemm():
-    with pytest.raises(ValueError, match="role: expected one of .*'bias'"):
+    with pytest.raises(ValueError, match=r"role: expected one of .*'bias'"):
         CurrentScaling().format("bias")
-    with pytest.raises(ValueError, match="gemm: expected one of .*'out'"):
+    with pytest.raises(ValueError, match=r"gemm: expected one of .*'out'"):
         CurrentScaling().fast_accumulation("out")
 
 

@@ -1,0 +1,13 @@
+#ifndef TE_JAX_FFI_CUDA_HANDLERS_H_
+#define TE_JAX_FFI_CUDA_HANDLERS_H_
+
+#include "xla/ffi/api/ffi.h"
+
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_quantize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_dequantize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_norm);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_activation);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_activation_grad);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_gemm);
+
+#endif  // TE_JAX_FFI_CUDA_HANDLERS_H_

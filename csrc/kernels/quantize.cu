@@ -1,0 +1,41 @@
+#include "csrc/kernels/quantize.h"
+
+#include "csrc/kernels/dispatch.h"
+#include "csrc/kernels/quantizing_pass.cuh"
+
+namespace te_jax::kernels {
+namespace {
+
+// y = x.
+template <class T>
+struct TensorLoader {
+  using Element = T;
+  static constexpr int kOutputs = 1;
+  struct Fragment {
+    Chunk<T> x;
+  };
+  struct Column {};
+
+  const T* x;
+  int64_t cols;
+
+  __device__ void Load(int64_t row, int64_t col, Fragment& fragment) const { fragment.x.Load(x + row * cols + col); }
+  __device__ void LoadColumn(int64_t, Column&) const {}
+  __device__ void Compute(int, int64_t, const Fragment& fragment, const Column&, float (&y)[kChunk]) const {
+    Unpack(fragment.x, y);
+  }
+};
+
+}  // namespace
+
+size_t QuantizeWorkspaceBytes(const QuantizeArgs& args) { return PassWorkspace::Bytes(args.rows, args.cols, args.out); }
+
+cudaError_t LaunchQuantize(const QuantizeArgs& args, void* workspace, cudaStream_t stream) {
+  return DispatchFloat(args.x_dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const TensorLoader<T> loader{static_cast<const T*>(args.x), args.cols};
+    return LaunchQuantizingPass(loader, args.rows, args.cols, args.out, workspace, stream);
+  });
+}
+
+}  // namespace te_jax::kernels
