@@ -64,6 +64,15 @@ class TrainState:
     fp8: Any
     opt_state: Any
 
+    @classmethod
+    def of(cls, variables: dict[str, Any], opt_state: Any) -> TrainState:
+        rest, fp8 = te.state.split(variables)
+        return cls(rest["params"], fp8, opt_state)
+
+    def variables(self) -> dict[str, Any]:
+        """As the model's ``init`` makes them."""
+        return te.state.merge({"params": self.params}, self.fp8)
+
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
     warmup = max(1, args.schedule_steps // 10)
@@ -92,8 +101,7 @@ def make_model(args: argparse.Namespace, recipe: te.Recipe | None) -> LanguageMo
 def init_state(model: LanguageModel, optimizer, seed: int, tokens: jax.Array) -> TrainState:
     """tokens [B, T + 1], for the shapes."""
     variables = jax.jit(model.init)(jax.random.key(seed), tokens[:, :-1])
-    rest, fp8 = te.state.split(variables)
-    return TrainState(params=rest["params"], fp8=fp8, opt_state=optimizer.init(rest["params"]))
+    return TrainState.of(variables, jax.jit(optimizer.init)(variables["params"]))
 
 
 def loss_of(model: LanguageModel, params, fp8, tokens: jax.Array) -> jax.Array:
@@ -127,10 +135,11 @@ def run(args: argparse.Namespace, name: str, recipe: te.Recipe | None, out: path
     """Trains up to --steps, or until a signal, and saves."""
     model, optimizer = make_model(args, recipe), make_optimizer(args)
     state = init_state(model, optimizer, args.seed, corpus.batch(args.seed, 0, args.batch, args.seq))
-    checkpoints = te.checkpoint.Manager(out / "checkpoints")
+    checkpoints = te.checkpoint.Manager(out / "checkpoints", recipe=recipe)
     start = 0
-    if args.resume and (newest := checkpoints.newest()) is not None:
-        start, state = newest, checkpoints.restore(newest, state)
+    if args.resume and checkpoints.latest_step() is not None:
+        start, variables, opt_state, _ = checkpoints.restore(state.variables(), opt_state=state.opt_state)
+        state = TrainState.of(variables, opt_state)
         print(f"{name}: resumed at step {start} from {out}/checkpoints/{start}")
 
     step_fn = jax.jit(lambda state, tokens: train_step(model, optimizer, state, tokens), donate_argnums=0)
@@ -151,7 +160,7 @@ def run(args: argparse.Namespace, name: str, recipe: te.Recipe | None, out: path
                 console.update(step, float(loss))
                 pending.clear()
             if saving:
-                checkpoints.save(step, state)
+                checkpoints.save(step, state.variables(), opt_state=state.opt_state)
     checkpoints.close()
 
     held_out = None if stopping else held_out_loss(model, state, corpus, args)
