@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 
 from te_jax import primitives as P
+from te_jax.testing import tolerance
 from te_jax.testing.bits import assert_same_bits
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 HIGH = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-# Relative to sum |a| |b|: the accumulator's width. Hopper's FP8 units add 13 fraction bits; precise accumulation
-# promotes to fp32 every few steps of k.
-ACCUMULATION = {"fast": 2.0**-12, "precise": 2.0**-13, "high": 2.0**-20}
-ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 def random(shape, dtype, seed):
@@ -21,13 +18,16 @@ def random(shape, dtype, seed):
 
 
 def check(out, out_dtype, lhs, rhs, accumulation, factor=1.0, add=0.0):
-    """out against factor * lhs . rhs^T + add, for lhs [m, k] and rhs [n, k]."""
+    """out against factor * lhs . rhs^T + add, for lhs [m, k] and rhs [n, k]: every element, and the norm of the error."""
     lhs, rhs = lhs.astype(np.float64), rhs.astype(np.float64)
-    expected = factor * (lhs @ rhs.T) + add
-    bound = ACCUMULATION[accumulation] * abs(factor) * (np.abs(lhs) @ np.abs(rhs).T)
+    product = factor * (lhs @ rhs.T)
+    expected = product + add
     error = np.abs(out.astype(np.float64) - expected)
-    worst = np.max(error / (bound + ROUNDING[out_dtype] * np.abs(expected) + 1e-30))
-    assert worst <= 1, f"error {worst} times the tolerance"
+    rounding = tolerance.ROUNDING[out_dtype] * np.abs(expected)
+    bound = abs(factor) * tolerance.element_error(lhs, rhs, accumulation) + rounding
+    assert np.all(error <= bound + 1e-30), f"error {np.max(error / (bound + 1e-30))} times the tolerance"
+    norm = tolerance.norm_error(lhs.shape[1], accumulation) * np.linalg.norm(product) + np.linalg.norm(rounding)
+    assert np.linalg.norm(error) <= norm, f"norm of the error {np.linalg.norm(error) / norm} times the tolerance"
 
 
 @pytest.mark.parametrize("out_dtype", HIGH)
