@@ -9,14 +9,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen.dtypes import canonicalize_dtype
 from jax import Array
 
 from te_jax import compat
 from te_jax.errors import check_type, check_value
 from te_jax.fusion.execute import Run, execute, quantizers_of
 from te_jax.fusion.pattern import Rule
-from te_jax.fusion.plan import Foreign, FusionPlan, make_plan
+from te_jax.fusion.plan import Foreign, FusionPlan, describe, make_plan
 from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
 from te_jax.ops.base import LinkInfo, Op, ParamSpec, TensorType
 from te_jax.ops.linear import BasicLinear, why_unquantized
@@ -94,16 +93,17 @@ class ChainModule(nn.Module, kw_only=True):
             if not isinstance(segment, list):
                 x = segment(x)
                 continue
-            params, dtype = self._params(segment, x, scopes)
-            run = self._run(segment, x, dtype)
+            params, dtype = self._run_params(segment, x, scopes)
+            run = self._make_run(segment, x, dtype)
             count = sum(place.op.num_extra_inputs for place in segment)
             taken, extras = extras[:count], extras[count:]
             keys = tuple(self.make_rng("dropout") if p.op.needs_key(deterministic) else None for p in segment)
-            state = self._state(run, segment[0].index)
+            state = self._fp8_state(run, segment[0].index)
             x, extra_outputs = execute(run, params, state, keys, x.astype(dtype), tuple(e.astype(dtype) for e in taken))
             outputs += extra_outputs
         return (x, *outputs) if outputs else x
 
+    @nn.nowrap
     def plan(self, *shapes_or_arrays: Any, train: bool = True, platform: str | None = None) -> FusionPlan:
         """The steps that the chain runs for such inputs, forward and (``train``) backward, with reasons.
 
@@ -125,8 +125,8 @@ class ChainModule(nn.Module, kw_only=True):
             for place, x_type in zip(segment, types, strict=True):
                 specs = {s.name: TensorType(s.shape, self.param_dtype) for s in place.op.params(x_type)}
                 params.setdefault(place.scope, {}).update(specs)
-            dtype = canonicalize_dtype(*jax.tree.leaves((x, params)), dtype=self.dtype)
-            run = self._run(segment, x, dtype)
+            dtype = self._compute_dtype(x, params)
+            run = self._make_run(segment, x, dtype)
             count = sum(place.op.num_extra_inputs for place in segment)
             taken, extras = extras[:count], extras[count:]
             avals = {
@@ -138,11 +138,12 @@ class ChainModule(nn.Module, kw_only=True):
             }
             segments.append((run, avals))
             x = run.links[-1].y_type
-        title = f"{type(self).__name__}, recipe {self.recipe}, input {shapes_or_arrays[0].dtype}{shapes_or_arrays[0].shape}"
+        first = shapes_or_arrays[0]
+        title = f"{type(self).__name__}, recipe {describe(self.recipe)}, input {first.dtype}{list(first.shape)}"
         return make_plan(title, segments, train=train, platform=platform)
 
     @nn.nowrap
-    def _run(self, places: list[_Place], x: Array | TensorType, dtype: Any) -> Run:
+    def _make_run(self, places: list[_Place], x: Array | TensorType, dtype: Any) -> Run:
         links = []
         for place, x_type in zip(places, _types(places, TensorType(x.shape, dtype)), strict=True):
             why = why_unquantized(place.op, x_type, self.recipe) if isinstance(place.op, BasicLinear) else None
@@ -153,7 +154,7 @@ class ChainModule(nn.Module, kw_only=True):
         return Run(tuple(links), self.recipe, tuple(self.forward_rules), tuple(self.backward_rules))
 
     @nn.nowrap
-    def _params(self, places: list[_Place], x: Array, scopes: dict) -> tuple[dict[str, dict[str, Array]], Any]:
+    def _run_params(self, places: list[_Place], x: Array, scopes: dict) -> tuple[dict[str, dict[str, Array]], Any]:
         """The parameters of a run, by scope, and the dtype it computes in."""
         wanted: dict[str, dict[str, ParamSpec]] = {}
         for place, x_type in zip(places, _types(places, TensorType(x.shape, x.dtype)), strict=True):
@@ -170,7 +171,12 @@ class ChainModule(nn.Module, kw_only=True):
             if scope not in scopes:
                 scopes[scope] = self._make_params(scope, tuple(specs.values()))
         params = {scope: scopes[scope] for scope in wanted}
-        return params, canonicalize_dtype(x, *jax.tree.leaves(params), dtype=self.dtype)
+        return params, self._compute_dtype(x, params)
+
+    @nn.nowrap
+    def _compute_dtype(self, x: Array | TensorType, params: Any) -> Any:
+        """``dtype``, or the common type of input and parameters."""
+        return jnp.dtype(self.dtype or jnp.result_type(*(a.dtype for a in jax.tree.leaves((x, params)))))
 
     @nn.nowrap
     def _make_params(self, scope: str, specs: tuple[ParamSpec, ...]) -> dict[str, Array]:
@@ -186,7 +192,7 @@ class ChainModule(nn.Module, kw_only=True):
         return fp8_state.init(len(quantizers), self.recipe)
 
     @nn.nowrap
-    def _state(self, run: Run, index: int) -> dict[str, Array]:
+    def _fp8_state(self, run: Run, index: int) -> dict[str, Array]:
         """The FP8 state of a run, stacked over its quantizers; {} where the recipe keeps none."""
         shapes = jax.eval_shape(lambda: self._init_state(run))
         if not shapes:
@@ -196,7 +202,7 @@ class ChainModule(nn.Module, kw_only=True):
             self.is_initializing() or self.has_variable(fp8_state.COLLECTION, name),
             "/".join((*self.path, type(self).__name__)),
             "variables",
-            f"collection {fp8_state.COLLECTION!r} with {name!r}, which {self.recipe} keeps its state in (from init)",
+            f"collection {fp8_state.COLLECTION!r} with {name!r}, where {describe(self.recipe)} keeps its state (from init)",
             "none",
         )
         state = self.variable(fp8_state.COLLECTION, name, lambda: self._init_state(run)).value

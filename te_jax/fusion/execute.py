@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from te_jax import compat
 from te_jax.fusion.fuser import RunPlan, plan_run
@@ -62,40 +62,7 @@ def execute(
     run: Run, params: Params, state: Mapping[str, Array], keys: tuple, x: Array, extras: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
     """y and the extra outputs of a run, differentiable in params, state, x and extras, in any mesh regime."""
-    regime = mesh.regime(x, *jax.tree.leaves((params, extras)))
-    if regime.manual:
-        # Parameters that vary over fewer axes than x get the missing ones here, outside of the custom_vjp, so that
-        # JAX itself sums their gradients over those axes; likewise x where a kernel is sharded. The state stays as it
-        # is: its amax is reduced by the quantizing passes.
-        axes = frozenset().union(*(compat.varying_axes(a) for a in jax.tree.leaves((params, x, extras))))
-        params, x, extras = jax.tree.map(lambda a: compat.pvary(a, axes), (params, x, extras))
-    if regime.explicit:
-        return _execute_explicit(run, regime, params, state, keys, x, extras)
     return _run(run, params, state, keys, x, extras)
-
-
-def _execute_explicit(run: Run, regime: mesh.Regime, params: Params, state, keys, x, extras):
-    """Explicit axes become Auto inside the run; the shardings of its results follow from those of its operands."""
-    spec = _spec_entries(x)
-    extra_specs = []
-    for info in run.links:
-        names = params.get(info.scope, {})
-        spec = info.op.out_spec(spec, {name: _spec_entries(value) for name, value in names.items()})
-        extra_specs += [spec] * info.op.num_extra_outputs
-
-    def sharding(entries: tuple) -> NamedSharding:
-        return NamedSharding(regime.mesh, PartitionSpec(*entries))
-
-    inner = compat.auto_axes(
-        functools.partial(_run, run), axes=regime.explicit, out_sharding=(sharding(spec), tuple(map(sharding, extra_specs)))
-    )
-    return inner(params, state, keys, x, extras)
-
-
-def _spec_entries(x: Array) -> tuple:
-    """The PartitionSpec entries of an array's type, one for each dimension."""
-    entries = tuple(jax.typeof(x).sharding.spec)
-    return entries + (None,) * (x.ndim - len(entries))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -106,25 +73,22 @@ def _run(run: Run, params, state, keys, x, extras):
 
 def _run_fwd(run: Run, params, state, keys, x, extras):
     y, contexts = _forward(run, params, state, keys, x, extras, train=True)
-    residuals = (params, state, keys, [ctx.saved for ctx in contexts], [ctx.used for ctx in contexts])
+    kinds = jax.tree.map(_Like.of, (x, extras))
+    residuals = (params, state, keys, kinds, [ctx.saved for ctx in contexts], [ctx.used for ctx in contexts])
     return (y, _extra_outputs(contexts)), residuals
 
 
 def _run_bwd(run: Run, residuals, cotangents):
-    params, state, keys, saved, used = residuals
+    params, state, keys, kinds, saved, used = residuals
     dy, extra_output_grads = cotangents
     scales = _scales(run, state)
     contexts = backward_contexts(run, params, keys, saved, extra_output_grads, scales)
     for step in run.plan.backward:
         dy = step(contexts, dy)
-    param_grads = jax.tree.map(jnp.zeros_like, params)
-    for ctx in contexts:
-        grads = param_grads.get(ctx.info.scope, {})
-        for name, grad in ctx.param_grads.items():
-            grads[name] = grads[name] + grad if (ctx.info.scope, name) in _shared(run) else grad
     extra_grads = tuple(g for ctx in contexts for g in ctx.extra_input_grads)
+    dx, extra_grads = jax.tree.map(lambda kind, g: kind.match(g), kinds, (dy, extra_grads), is_leaf=_is_kind)
     state_grad = _new_state(run, state, [{**f, **ctx.used} for f, ctx in zip(used, contexts, strict=True)])
-    return param_grads, state_grad, None, dy, extra_grads
+    return _param_grads(params, contexts), state_grad, None, dx, extra_grads
 
 
 _run.defvjp(_run_fwd, _run_bwd)
@@ -157,16 +121,46 @@ def _extra_outputs(contexts: list[ForwardContext]) -> tuple[Array, ...]:
     return tuple(out for ctx in contexts for out in ctx.extra_outputs)
 
 
-@functools.lru_cache(maxsize=4096)
-def _shared(run: Run) -> frozenset[tuple[str, str]]:
-    """(scope, parameter) of the parameters that several links of the run use: their gradients are summed."""
-    seen: set[tuple[str, str]] = set()
-    shared: set[tuple[str, str]] = set()
-    for info in run.links:
-        names = {(info.scope, spec.name) for spec in info.op.params(info.x_type)}
-        shared |= names & seen
-        seen |= names
-    return frozenset(shared)
+def _param_grads(params: Params, contexts: list[BackwardContext]) -> dict[str, dict[str, Array]]:
+    """Scope -> name -> gradient; those of a parameter that several links share are summed."""
+    grads: dict[str, dict[str, Array]] = {scope: {} for scope in params}
+    for ctx in contexts:
+        scope = grads.get(ctx.info.scope, {})
+        for name, grad in ctx.param_grads.items():
+            scope[name] = scope[name] + grad if name in scope else grad
+    return {
+        scope: {name: _Like.of(param).match(grads[scope][name]) for name, param in names.items()}
+        for scope, names in params.items()
+    }
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Like:
+    """What a cotangent's type takes from its primal: dtype, manual axes it varies over, Explicit sharding."""
+
+    dtype: Any
+    varying: frozenset[str]
+    spec: PartitionSpec | None
+
+    @classmethod
+    def of(cls, primal: Array) -> _Like:
+        spec = jax.typeof(primal).sharding.spec if mesh.regime(primal).explicit else None
+        return cls(primal.dtype, compat.varying_axes(primal), spec)
+
+    def match(self, grad: Array) -> Array:
+        """``grad`` in that type: a primal that is the same on several devices gets the sum of their gradients."""
+        summed = compat.varying_axes(grad) - self.varying
+        if summed:
+            grad = jax.lax.psum(grad, tuple(sorted(summed)))
+        grad = compat.pvary(grad.astype(self.dtype), self.varying)
+        if self.spec is None or jax.typeof(grad).sharding.spec == self.spec:
+            return grad
+        return compat.reshard(grad, self.spec)
+
+
+def _is_kind(node: Any) -> bool:
+    return isinstance(node, _Like)
 
 
 def _scales(run: Run, state) -> list[dict[str, Array]]:
@@ -189,7 +183,7 @@ def _new_state(run: Run, state, used: list[dict[str, tuple[Array, Array]]]):
     amax = jnp.stack([zero if row is None else row[1] for row in rows])
     is_used = np.array([row is not None for row in rows])
     view = fp8_state.read(state, run.fp8_max, run.recipe)
-    new = fp8_state.write(view, scale, amax, run.fp8_max, like=state)
+    new = fp8_state.write(view, scale, amax, like=state)
     if is_used.all():
         return new
     return jax.tree.map(lambda leaf: jnp.where(is_used[:, None] if leaf.ndim > 1 else is_used, leaf, 0), new)

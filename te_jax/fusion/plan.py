@@ -13,9 +13,9 @@ import jax
 from jax import Array
 
 from te_jax.fusion.execute import Run, _scales, backward_contexts, forward_contexts
-from te_jax.fusion.fuser import Refusal
-from te_jax.ops.base import LinkInfo
-from te_jax.primitives import TARGETS, library
+from te_jax.fusion.pattern import Step
+from te_jax.primitives import TARGETS, library, support
+from te_jax.recipe import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,8 @@ class PlannedStep:
 
     def __str__(self) -> str:
         calls = _with_counts(self.custom_calls) if self.custom_calls else "XLA"
-        lines = [f"{', '.join(self.ops):44s} {self.name:44s} {calls}"]
+        fp8 = ", writes FP8" if self.writes_fp8 else ""
+        lines = [f"{' + '.join(self.ops)}: {self.name}{fp8} [{calls}]"]
         lines += [f"      {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -109,7 +110,7 @@ def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[Plann
 
         calls, (value, out) = _trace(forward_step, arrays, value)
         left = [new if i in step.links else old for i, (old, new) in enumerate(zip(left, out, strict=True))]
-        forward.append(_planned(run, step, calls, value, run.plan.forward_refusals))
+        forward.append(_planned(run, step, calls, value, backward=False))
     if not train:
         return forward, []
     saved, extra_grads = [kept for kept, _ in left], [g for _, outputs in left for g in outputs]
@@ -123,7 +124,7 @@ def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[Plann
             return value, [(ctx.param_grads, ctx.extra_input_grads) for ctx in contexts]
 
         calls, (value, _) = _trace(backward_step, arrays, saved, extra_grads, value)
-        backward.append(_planned(run, step, calls, value, run.plan.backward_refusals))
+        backward.append(_planned(run, step, calls, value, backward=True))
     return forward, backward
 
 
@@ -137,7 +138,9 @@ def _custom_calls(jaxpr) -> list[str]:
     calls = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in TARGETS:
-            calls.append(eqn.primitive.name)
+            operands = [v.aval for v in eqn.invars]
+            if support.why_not(eqn.params["spec"], *operands) is None:
+                calls.append(eqn.primitive.name)
             continue
         for param in eqn.params.values():
             for inner in param if isinstance(param, tuple | list) else (param,):
@@ -147,23 +150,35 @@ def _custom_calls(jaxpr) -> list[str]:
     return calls
 
 
-def _planned(run: Run, step, calls, value, refusals: tuple[Refusal, ...]) -> PlannedStep:
+def _planned(run: Run, step: Step, calls: tuple[str, ...], value: Any, *, backward: bool) -> PlannedStep:
+    refusals = run.plan.backward_refusals if backward else run.plan.forward_refusals
     links = [run.links[i] for i in step.links]
-    notes = [f"no {r.rule}: {r.reason}" for r in refusals if r.links[0] in step.links]
-    notes += [f"not quantized: {info.why_unquantized}" for info in links if info.why_unquantized]
-    if any("te_jax_gemm" in call for call in calls):
-        notes.append(_accumulation(links))
+    notes = [f"not quantized: {info.why_unquantized}" for info in links if info.why_unquantized]
+    unquantized = {info.why_unquantized for info in run.links}
+    notes += [f"no {r.rule}: {r.reason}" for r in refusals if r.links[0] in step.links and r.reason not in unquantized]
+    if "te_jax_gemm" in calls:
+        notes.append(_accumulation(links[0].recipe, ("dgrad", "wgrad") if backward else ("fprop",)))
     writes_fp8 = not isinstance(value, Array | jax.ShapeDtypeStruct)
     return PlannedStep(
         tuple(info.label for info in links), step.name, calls, writes_fp8, tuple(n for n in dict.fromkeys(notes) if n)
     )
 
 
-def _accumulation(links: list[LinkInfo]) -> str:
-    recipe = links[0].recipe
+def _accumulation(recipe: Recipe | None, gemms: tuple[str, ...]) -> str:
     assert recipe is not None
-    fast = {gemm: "fast" if recipe.fast_accumulation(gemm) else "precise" for gemm in ("fprop", "dgrad", "wgrad")}
-    return "accumulation: " + ", ".join(f"{gemm} {how}" for gemm, how in fast.items())
+    return "accumulation: " + ", ".join(f"{g} {'fast' if recipe.fast_accumulation(g) else 'precise'}" for g in gemms)
+
+
+def describe(recipe: Recipe | None) -> str:
+    """The recipe with the fields that differ from its defaults."""
+    if recipe is None:
+        return "None"
+    changed = [
+        f"{field.name}={value!r}"
+        for field in dataclasses.fields(recipe)
+        if (value := getattr(recipe, field.name)) != field.default
+    ]
+    return f"{type(recipe).__name__}({', '.join(changed)})"
 
 
 def _with_counts(calls: tuple[str, ...]) -> str:

@@ -61,11 +61,6 @@ class Op:
         """Shape and dtype of its result; raises ValueError where the input doesn't fit."""
         return x
 
-    def out_spec(self, x_spec: tuple, param_specs: Mapping[str, tuple]) -> tuple:
-        """PartitionSpec entries of the result on an Explicit mesh, from those of x and of the parameters."""
-        del param_specs
-        return x_spec
-
     def needs_key(self, deterministic: bool) -> bool:
         """Whether it draws random numbers."""
         del deterministic

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.nn import initializers
+from jax.sharding import PartitionSpec
 
 from te_jax import primitives
 from te_jax.errors import check_value
@@ -32,7 +33,7 @@ from te_jax.ops.base import (
 )
 from te_jax.ops.bias import Bias
 from te_jax.ops.block_linear import block_backward, block_forward
-from te_jax.parallel import mesh
+from te_jax.parallel import explicit, mesh
 from te_jax.primitives.spec import GemmSpec, QuantizeSpec
 from te_jax.quant.tensor import QTensor
 from te_jax.recipe import BlockScaling, Recipe
@@ -42,12 +43,12 @@ from te_jax.recipe import BlockScaling, Recipe
 class BasicLinear(Op):
     """y = x w. Parameter ``kernel`` [K, features].
 
-    ``out_sharding``: on an Explicit mesh, the mesh axis (or axes) of the result's last dimension; default: the kernel's.
+    ``out_sharding``: a PartitionSpec for the result, on an Auto or Explicit mesh; default: what x and kernel imply.
     """
 
     features: int
     init: Initializer = dataclasses.field(default=initializers.lecun_normal(), kw_only=True)
-    out_sharding: Any = dataclasses.field(default=None, kw_only=True)
+    out_sharding: PartitionSpec | None = dataclasses.field(default=None, kw_only=True)
 
     roles: ClassVar[tuple[str, ...]] = ("x", "kernel", "dy")
 
@@ -65,10 +66,6 @@ class BasicLinear(Op):
 
     def out_type(self, x: TensorType) -> TensorType:
         return TensorType((*x.shape[:-1], self.features), x.dtype)
-
-    def out_spec(self, x_spec: tuple, param_specs) -> tuple:
-        last = self.out_sharding if self.out_sharding is not None else param_specs["kernel"][-1]
-        return (*x_spec[:-1], last)
 
     def forward(self, ctx: ForwardContext, x: Array | QTensor) -> Array:
         return forward(ctx, x)
@@ -88,7 +85,7 @@ class Linear(Op):
     use_bias: bool = True
     kernel_init: Initializer = dataclasses.field(default=initializers.lecun_normal(), kw_only=True)
     bias_init: Initializer = dataclasses.field(default=initializers.zeros, kw_only=True)
-    out_sharding: Any = dataclasses.field(default=None, kw_only=True)
+    out_sharding: PartitionSpec | None = dataclasses.field(default=None, kw_only=True)
 
     def expand(self) -> tuple[Op, ...]:
         linear = BasicLinear(self.features, init=self.kernel_init, out_sharding=self.out_sharding, name=self.name)
@@ -100,7 +97,7 @@ def why_unquantized(op: BasicLinear, x: TensorType, recipe: Recipe | None) -> st
     if recipe is None:
         return "recipe None"
     if isinstance(recipe, BlockScaling):
-        return None
+        return None if tokens(x) else "tokens: 0"
     # Every one of tokens, K and N is contracted or minor in one of the three GEMMs.
     return primitives.support.why_not_fp8_linear(tokens(x), x.shape[-1], op.features)
 
@@ -153,8 +150,7 @@ def forward(ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, 
     info, kernel = ctx.info, ctx.params["kernel"]
     if not info.quantized:
         assert not isinstance(x, QTensor) and bias is None and c is None
-        ctx.saved = x
-        return lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
+        return _high_precision_forward(ctx, x)
     if isinstance(info.recipe, BlockScaling):
         assert not isinstance(x, QTensor) and bias is None and c is None
         return block_forward(ctx, x)
@@ -177,7 +173,7 @@ def forward(ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, 
         c=c,
     )
     ctx.saved = (x_q.data_t, x_q.scale_inv, kernel_q.data, kernel_q.scale_inv)
-    return y.astype(dtype)
+    return _constrained(info, y.astype(dtype))
 
 
 def backward(ctx: BackwardContext, dy: Array | QTensor) -> Array:
@@ -218,11 +214,37 @@ def gemm_dtype(dtype: Any) -> str:
     return "bfloat16" if jnp.dtype(dtype) == jnp.bfloat16 else "float32"
 
 
+def _high_precision_forward(ctx: ForwardContext, x: Array) -> Array:
+    """y [*lead, N] by XLA's dot, as flax.linen.Dense has it."""
+    kernel = ctx.params["kernel"].astype(x.dtype)
+    ctx.saved = x
+    out = (*explicit.spec_entries(x)[:-1], explicit.spec_entries(kernel)[-1])
+    dims = (((x.ndim - 1,), (0,)), ((), ()))
+    y = lax.dot_general(x, kernel, dims, out_sharding=explicit.out_sharding(out, x, kernel))
+    return _constrained(ctx.info, y)
+
+
+def _constrained(info: LinkInfo, y: Array) -> Array:
+    spec = getattr(info.op, "out_sharding", None)
+    return y if spec is None else explicit.constrain(y, spec)
+
+
 def _high_precision_backward(ctx: BackwardContext, dy: Array) -> Array:
     x, kernel = ctx.saved, ctx.params["kernel"]
     lead = tuple(range(x.ndim - 1))
-    dx = lax.dot_general(dy, kernel.astype(x.dtype), (((dy.ndim - 1,), (1,)), ((), ())))
-    dw = lax.dot_general(x, dy, ((lead, lead), ((), ())), preferred_element_type=kernel.dtype)
+    dx = lax.dot_general(
+        dy,
+        kernel.astype(x.dtype),
+        (((dy.ndim - 1,), (1,)), ((), ())),
+        out_sharding=explicit.out_sharding(explicit.spec_entries(x), x, dy),
+    )
+    dw = lax.dot_general(
+        x,
+        dy,
+        ((lead, lead), ((), ())),
+        preferred_element_type=kernel.dtype,
+        out_sharding=explicit.out_sharding(explicit.spec_entries(kernel), x, dy),
+    )
     ctx.param_grads["kernel"] = dw.astype(kernel.dtype)
     return dx
 

@@ -88,12 +88,6 @@ class Reshape(Op):
         check_value(fits, "Reshape", "x", f"a size that {self.shape} holds", f"shape {x.shape}")
         return TensorType(tuple(size // known if d == -1 else d for d in self.shape), x.dtype)
 
-    def out_spec(self, x_spec: tuple, param_specs) -> tuple:
-        check_value(
-            all(s is None for s in x_spec), "Reshape", "x", "an unsharded array on an Explicit mesh", f"sharding {x_spec}"
-        )
-        return (None,) * len(self.shape)
-
     def forward(self, ctx: ForwardContext, x: Array) -> Array:
         return x.reshape(self.shape)
 

@@ -145,7 +145,8 @@ class CustomCall:
             mesh=regime.mesh,
             in_specs=in_specs,
             out_specs=rule.result_specs(axes),
-            axis_names=set(regime.explicit),
+            # All axes if all are explicit: vmap over a sharded dimension takes an axis away, without telling us.
+            axis_names=set(regime.explicit) if regime.auto or regime.manual else set(),
             check_vma=compat.checks_varying_axes(),
         )(*operands)
 
@@ -194,7 +195,10 @@ def _partitioned(call: CustomCall, spec: Spec, custom_call: bool) -> Callable[..
         partition=functools.partial(_partition, call.definition, spec, bind),
         sharding_rule=lambda mesh, operands, results: _shardy_rule(call.definition, spec, operands),
     )
-    batched = custom_vmap(lambda *operands: function(*operands))
+
+    @custom_vmap
+    def batched(*operands):
+        return function(*_refuse_export(operands))
 
     @batched.def_vmap
     def loop(axis_size, in_batched, *operands):
@@ -202,6 +206,31 @@ def _partitioned(call: CustomCall, spec: Spec, custom_call: bool) -> Callable[..
         return tuple(outs), (True,) * len(outs)
 
     return batched
+
+
+def _refuse_export(operands: tuple) -> tuple:
+    """The operands; a program with ``custom_partitioning`` over several devices, lowered for export, is an error.
+
+    JAX refuses it too, with a message about host callbacks.
+    """
+    return (*operands[:-1], _not_exported.bind(operands[-1]))
+
+
+def _lower_not_exported(ctx, operand):
+    module = ctx.module_context
+    devices = getattr(module.axis_context, "num_devices", 1)
+    if module.lowering_parameters.for_export and devices > 1:
+        raise NotImplementedError(
+            f"te_jax: jax.export: expected a program for one device, or one whose mesh is Explicit or Manual, got one for "
+            f"{devices} devices whose mesh is Auto (jax can't export custom_partitioning)"
+        )
+    return [operand]
+
+
+_not_exported = compat.Primitive("te_jax_not_exported")
+_not_exported.def_impl(lambda x: x)
+_not_exported.def_abstract_eval(lambda x: x)
+compat.mlir.register_lowering(_not_exported, _lower_not_exported)
 
 
 def _shardy_rule(definition: Definition, spec: Spec, operand_types) -> object:
@@ -282,8 +311,33 @@ def native(platform: str) -> bool:
 def _loop(function, in_batched: Sequence[bool], operands: Sequence[jax.Array]) -> list[jax.Array]:
     """``function`` on each example in turn. Batched operands and all results have the batch dimension first."""
 
-    def example(batched):
-        batched = iter(batched)
-        return tuple(function(*(next(batched) if b else x for x, b in zip(operands, in_batched, strict=True))))
+    def loop(*operands):
+        def example(batched):
+            batched = iter(batched)
+            return tuple(function(*(next(batched) if b else x for x, b in zip(operands, in_batched, strict=True))))
 
-    return list(jax.lax.map(example, tuple(x for x, b in zip(operands, in_batched, strict=True) if b)))
+        return list(jax.lax.map(example, tuple(x for x, b in zip(operands, in_batched, strict=True) if b)))
+
+    batch = _batch_sharding(in_batched, operands)
+    if batch is None:
+        return loop(*operands)
+    mesh, axes = batch
+    split = PartitionSpec(axes)
+    return compat.shard_map(
+        loop,
+        mesh=mesh,
+        in_specs=tuple(split if b else PartitionSpec() for b in in_batched),
+        out_specs=split,
+        axis_names=set(axes),
+        check_vma=compat.checks_varying_axes(),
+    )(*operands)
+
+
+def _batch_sharding(in_batched, operands):
+    """(mesh, axes) over which the batch dimension is split in an Explicit mesh, where a loop can't go over it."""
+    for x, b in zip(operands, in_batched, strict=True):
+        sharding = jax.typeof(x).sharding
+        entry = sharding.spec[0] if b and len(sharding.spec) else None
+        if entry is not None:
+            return sharding.mesh, (entry,) if isinstance(entry, str) else tuple(entry)
+    return None

@@ -36,9 +36,9 @@ def norm(
       spec: which results are wanted.
       amax_axes: as for ``quantize``.
     """
-    errors.check_value(
-        (beta is not None) == (spec.kind == "layernorm"), "norm", "beta", "an array for layernorm, None for rmsnorm", beta
-    )
+    expected = "an array" if spec.kind == "layernorm" else "None"
+    got = "None" if beta is None else "an array"
+    errors.check_value(expected == got, "norm", "beta", f"{expected} for {spec.kind}", got)
     operands = (x, gamma, scale) if beta is None else (x, gamma, beta, scale)
     return quantizing.to_out(spec, _NORM(spec, *operands, amax_axes=amax_axes), _stats(spec))
 

@@ -44,8 +44,8 @@ def why_not_fp8_linear(tokens: int, features_in: int, features_out: int) -> str 
 def export_checks() -> list:
     """What ``jax.export.export(..., disabled_checks=export_checks())`` needs to let the custom calls pass.
 
-    They promise no stability between versions of te_jax. An Auto program over several devices can't be exported:
-    jax refuses it, naming ``CustomSPMDPartitioning``.
+    They promise no stability between versions of te_jax. A program over several devices whose mesh is Auto can't be
+    exported and says so (NotImplementedError).
     """
     from jax import export
 

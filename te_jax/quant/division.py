@@ -1,8 +1,7 @@
-"""Division that rounds as IEEE 754 says, on every backend.
+"""Correctly rounded float32 division on every device.
 
-XLA's GPU code divides with an approximation (PTX ``div.full.f32``, up to 2 units in the last place off): 29% of random
-quotients 448 / amax differed from the CPU's on an H200. Scales are compared bit for bit between platforms and with the
-kernels, so they are divided here.
+XLA compiles division for GPUs to `div.full.f32`, which may be off by 2 ulp, so a scale derived there would differ from
+the one that the CPU derives, and with it every FP8 value. Long division of the mantissas in integers does not.
 """
 
 from __future__ import annotations
@@ -10,35 +9,29 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-_MANTISSA = 0x7FFFFF
-_HIDDEN = 0x800000
+_HIDDEN_BIT = 1 << 23
 
 
-def divide(a: jax.Array | float, b: jax.Array | float) -> jax.Array:
-    """a / b, f32, rounded to nearest even, for positive normal a and b whose quotient is normal.
+def divide(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
+    """a / b, rounded to nearest, for positive normal f32 a and b, elementwise.
 
-    Where an operand is not a positive normal number the result is that of ``a / b``, which is exact for 0, inf and NaN.
+    A quotient too large is inf, one below the smallest normal number is 0.
     """
-    a, b = jnp.broadcast_arrays(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
-    bits_a, bits_b = (jax.lax.bitcast_convert_type(x, jnp.uint32) for x in (a, b))
-    m, d = (bits & _MANTISSA | _HIDDEN for bits in (bits_a, bits_b))  # 24 bits each
-    exponent = (bits_a >> 23).astype(jnp.int32) - (bits_b >> 23).astype(jnp.int32)
-    below = m < d
-    m = jnp.where(below, m << 1, m)
-    exponent = exponent - below
-    # Long division: 25 bits of m / d in [1, 2), the last one for rounding; what remains says on which side it is.
-    quotient, rest = jnp.ones_like(m), m - d
-    for _ in range(24):
-        rest = rest << 1
-        fits = rest >= d
-        rest = jnp.where(fits, rest - d, rest)
-        quotient = quotient << 1 | fits
-    up = (quotient & 1) & ((rest != 0) | (quotient >> 1)).astype(jnp.uint32)
-    bits = ((exponent + 127) << 23).astype(jnp.uint32) + (quotient >> 1) - _HIDDEN + up
-    normal = _is_normal(a) & _is_normal(b) & (exponent > -127) & (exponent < 128)
-    return jnp.where(normal, jax.lax.bitcast_convert_type(bits, jnp.float32), a / b)
-
-
-def _is_normal(x: jax.Array) -> jax.Array:
-    tiny = jnp.finfo(jnp.float32).tiny
-    return (x >= tiny) & (x <= jnp.finfo(jnp.float32).max)
+    a_bits, b_bits = (jax.lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.uint32) for x in (a, b))
+    a_mantissa, b_mantissa = ((bits & 0x7FFFFF) | _HIDDEN_BIT for bits in (a_bits, b_bits))
+    smaller = (a_mantissa < b_mantissa).astype(jnp.uint32)
+    # 1 <= quotient < 2 from here on; its first bit is 1, 24 more follow, 8 at a time, as remainder * 256 < 2**32.
+    remainder = (a_mantissa << smaller) - b_mantissa
+    quotient = jnp.ones_like(remainder)
+    for _ in range(3):
+        remainder = remainder << 8
+        digits = remainder // b_mantissa
+        remainder = remainder - digits * b_mantissa
+        quotient = (quotient << 8) | digits
+    # 24 bits and the one after them, which decides: a quotient of two f32 is never halfway between two f32.
+    mantissa = (quotient >> 1) - _HIDDEN_BIT + (quotient & 1)
+    exponent = (a_bits >> 23).astype(jnp.int32) - (b_bits >> 23).astype(jnp.int32) - smaller.astype(jnp.int32) + 127
+    exponent = exponent + (mantissa >> 23).astype(jnp.int32)  # rounded up to 2
+    bits = (jnp.clip(exponent, 1, 254).astype(jnp.uint32) << 23) | (mantissa & 0x7FFFFF)
+    result = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(exponent > 254, jnp.inf, jnp.where(exponent < 1, 0.0, result))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from te_jax.quant.division import divide
 from te_jax.quant.format import MAX_SCALE, NAN_CODE, Format, format_of, is_fp8
 
 
@@ -23,8 +24,9 @@ def scale_from_amax(amax, fp8_max, *, margin: int = 0, power_of_two: bool = Fals
     """
     amax = jnp.asarray(amax, jnp.float32)
     usable = (amax > 0) & (amax < jnp.inf)
-    scale = jnp.float32(fp8_max) / jnp.where(usable, amax, 1) * jnp.float32(2.0**-margin)
-    scale = jnp.minimum(scale, jnp.float32(MAX_SCALE))
+    # A subnormal amax gives the largest scale, like the smallest normal one.
+    divisor = jnp.where(usable, jnp.maximum(amax, np.finfo(np.float32).tiny), 1)
+    scale = jnp.minimum(divide(fp8_max, divisor) * jnp.float32(2.0**-margin), jnp.float32(MAX_SCALE))
     if power_of_two:
         # Clearing the mantissa is the exact floor; log2 and exp2 are not exact.
         bits = jax.lax.bitcast_convert_type(scale, jnp.int32) & np.int32(0x7F800000)

@@ -1,7 +1,7 @@
 """FP8 scale state: float32 leaves whose "gradient" is their next value.
 
-Delayed scaling keeps its state in the variable collection ``_overwrite_with_gradient``: differentiating a loss gives, as
-the cotangent of a state leaf, the leaf's next value, and Flax's TrainState overwrites the leaf with it. On the way
+Delayed scaling keeps its state in the variable collection ``_overwrite_with_gradient``: differentiating a loss gives,
+as the cotangent of a state leaf, the leaf's next value, and Flax's TrainState overwrites the leaf with it. On the way
 people do to this tree what they do to gradients: sum it over uses and microbatches, average, clip, unscale, cast. So
 the leaves are built to be read rightly after any *linear* treatment and to be caught after any other.
 
@@ -23,10 +23,10 @@ one 1 into slots 0..63 and 65, so their sum u is c * k * W, and
 
 Rungs are half octaves of amax, [2**(i/2), 2**((i+1)/2)), numbered modulo 64. If one rung is populated, all uses lie
 within half an octave and their mean is the newest amax. Otherwise the newest amax is the upper edge of the highest
-populated rung. Modulo 64 a rung could be one of many, 2**32 apart; the one nearest to the mean is meant, as the mean lies
-between max / k and max. A rung that holds the share s of the uses contributes at least s * its lower edge to the
+populated rung. Modulo 64 a rung could be one of many, 2**32 apart; the one nearest to the mean is meant, as the mean
+lies between max / k and max. A rung that holds the share s of the uses contributes at least s * its lower edge to the
 mean; one that would contribute more than the mean is a use 2**32 below the others, seen from the other side, and is
-left out. The newest amax is so within half an octave of the true maximum, without reference to any scale.
+left out. So the newest amax is within half an octave of the true maximum, without reference to any scale.
 
 u = 0 or not finite: unused or new; the quantizer takes the amax of its current tensor ("unseeded", scale 0).
 |parity| != |u|: updates of several steps were mixed, as optimizers with momentum do, or ordinary gradient descent
@@ -46,6 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax import errors
+from te_jax.quant.division import divide
 from te_jax.quant.format import MAX_SCALE
 from te_jax.recipe import Recipe
 
@@ -86,6 +87,7 @@ class _Decoded(NamedTuple):
     used: jax.Array  # bool[...]
     newest: jax.Array  # f32[...], amax of the step that wrote, 0 if none
     older: jax.Array  # f32[..., H - 1]
+    older_max: jax.Array  # f32[...]
     scale: jax.Array  # f32[...], the scale of the step that wrote
     has_amax: jax.Array  # bool[...], some use had an amax
     parity: jax.Array  # f32[...], +1 or -1, 0 if bad or unused
@@ -101,7 +103,8 @@ def init(num_quantizers: int, recipe: Recipe) -> dict[str, jax.Array]:
     Raises:
       ValueError: the recipe keeps no state.
     """
-    errors.check_value(recipe.stateful, "state.init", "recipe", "one that keeps state (DelayedScaling)", type(recipe).__name__)
+    expected = "one that keeps state (DelayedScaling)"
+    errors.check_value(recipe.stateful, "state.init", "recipe", expected, type(recipe).__name__)
     q, h = num_quantizers, recipe.amax_history_len
     return {
         "amax_history": jnp.zeros((q, h), jnp.float32),
@@ -114,14 +117,14 @@ def read(leaves: Leaves, fp8_max: jax.typing.ArrayLike, recipe: Recipe) -> State
     """Reads the leaves of Q quantizers whose formats have the largest values `fp8_max` f32[Q]."""
     d = _decode(leaves)
     # A step without a finite amax > 0 leaves the history as it was before it.
-    zero = jnp.zeros_like(d.newest)[..., None]
-    history = jnp.where(
-        d.newest[..., None] > 0,
-        jnp.concatenate([d.newest[..., None], d.older], -1),
-        jnp.concatenate([d.older, zero], -1),
-    )
-    amax = history[..., 0] if recipe.amax_compute_algo == "most_recent" else history.max(-1)
-    derived = jnp.minimum(fp8_max / jnp.where(amax > 0, amax, 1.0) * 2.0**-recipe.margin, MAX_SCALE)
+    pushed = jnp.concatenate([d.newest[..., None], d.older], -1)
+    not_pushed = jnp.concatenate([d.older, jnp.zeros_like(d.newest)[..., None]], -1)
+    history = jnp.where(d.newest[..., None] > 0, pushed, not_pushed)
+    if recipe.amax_compute_algo == "most_recent":
+        amax = history[..., 0]
+    else:
+        amax = jnp.maximum(d.newest, d.older_max)
+    derived = jnp.minimum(divide(fp8_max, jnp.where(amax > 0, amax, 1.0)) * 2.0**-recipe.margin, MAX_SCALE)
     # Without history a scale is kept, unless there was an amax too small for the history (below 2**-62): unseeded.
     kept = jnp.where(d.has_amax, 0.0, d.scale)
     scale = jnp.where(amax > 0, derived, kept)
@@ -153,26 +156,30 @@ def _decode(leaves: Leaves) -> _Decoded:
     used = (u != 0) & jnp.isfinite(u)
     u = jnp.where(used, u, 1.0)
 
-    values = _finite(_divide(history, u[..., None]))
-    scale = _finite(_divide(scale, u))
-    share = _finite(_divide(rungs, u[..., None]))
+    # Reductions of the leaves as they are come first, so that they share one pass; all else is elementwise.
+    is_older = np.arange(history.shape[-1]) > 0
+    highest = jnp.where(is_older, history, 0.0).max(-1)
+    lowest = jnp.where(is_older, history, 0.0).min(-1)
+    several = (rungs != 0).sum(-1) > 1
+    rounded = (uses == uses.astype(jnp.bfloat16).astype(jnp.float32)).all(-1)
+
     # slot 0 over the share of uses that had an amax; that share is exactly 1 unless uses differed in having one.
     has_amax = used & (with_amax != 0)
-    newest = _finite(_divide(history[..., 0], jnp.where(has_amax, with_amax, 1.0)))
-    newest = jnp.where(has_amax, _newest_amax(newest, share), 0.0)
+    mean = _finite(_divide(history[..., 0], jnp.where(has_amax, with_amax, 1.0)))
+    newest = jnp.where(several, _upper_bound(mean, rungs / u[..., None]), mean)
 
     # Treatments in bfloat16 round every slot on its own. Leaves that are not so rounded must match closely.
-    rounded = (uses == uses.astype(jnp.bfloat16).astype(jnp.float32)).all(-1)
     mismatch = jnp.abs(jnp.abs(parity) - jnp.abs(u)) > jnp.abs(u) * jnp.where(rounded, 2.0**-6, 2.0**-13)
-    bad = used & (mismatch | (values < 0).any(-1) | (scale < 0) | (share < 0).any(-1))
-    parity = jnp.where(used & ~bad, jnp.sign(parity) * jnp.sign(u), 0.0)
+    negative = jnp.where(u < 0, highest > 0, lowest < 0) | (scale * u < 0)
+    bad = used & (mismatch | negative)
     return _Decoded(
         used=used,
-        newest=newest,
-        older=jnp.where(used[..., None], values[..., 1:], 0.0),
-        scale=jnp.where(used, scale, 0.0),
+        newest=jnp.where(has_amax, newest, 0.0),
+        older=jnp.where(used[..., None], _finite(_divide(history[..., 1:], u[..., None])), 0.0),
+        older_max=jnp.where(used, _finite(_divide(jnp.where(u < 0, lowest, highest), u)), 0.0),
+        scale=jnp.where(used, _finite(_divide(scale, u)), 0.0),
         has_amax=has_amax,
-        parity=parity,
+        parity=jnp.where(used & ~bad, jnp.sign(parity) * jnp.sign(u), 0.0),
         bad=bad,
     )
 
@@ -192,17 +199,15 @@ def _encode(newest: jax.Array, older: jax.Array, scale: jax.Array, parity: jax.A
     }
 
 
-def _newest_amax(mean: jax.Array, share: jax.Array) -> jax.Array:
-    """The newest amax from the mean amax [...] of all uses and the share [..., 64] of uses in each rung."""
+def _upper_bound(mean: jax.Array, share: jax.Array) -> jax.Array:
+    """The upper edge of the rung of the largest amax, from the mean amax [...] and the share [..., 64] per rung."""
     base = _rung(mean)[..., None]
     slots = np.arange(RUNGS, dtype=np.int32)
     rung = base + ((slots - base + RUNGS // 2) & (RUNGS - 1)) - RUNGS // 2  # the alias nearest to the mean
-    populated = share > 0
     # 1.1: the shares of a tree cast to bfloat16 are rounded.
-    possible = populated & (share * _lower_edge(rung) <= 1.1 * mean[..., None])
+    possible = (share > 0) & (share * _lower_edge(rung) <= 1.1 * mean[..., None])
     highest = jnp.where(possible, rung, base).max(-1)
-    several = populated.sum(-1) > 1
-    return jnp.where(several & (mean > 0), jnp.maximum(_lower_edge(highest + 1), mean), mean)
+    return jnp.where(mean > 0, _lower_edge(highest + 1), mean)
 
 
 def _rung(amax: jax.Array) -> jax.Array:
@@ -238,14 +243,15 @@ def split(variables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
     The first part is what an optimizer, a clip or a gradient norm should see. The state is {} if there is none.
     """
-    errors.check_type(isinstance(variables, Mapping), "state.split", "variables", "a dict of collections", type(variables))
+    ok = isinstance(variables, Mapping)
+    errors.check_type(ok, "state.split", "variables", "a dict of collections", type(variables).__name__)
     rest = {name: value for name, value in variables.items() if name != COLLECTION}
     return rest, dict(variables.get(COLLECTION, {}))
 
 
 def merge(rest: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `split`."""
-    errors.check_type(isinstance(rest, Mapping), "state.merge", "rest", "a dict of collections", type(rest))
+    errors.check_type(isinstance(rest, Mapping), "state.merge", "rest", "a dict of collections", type(rest).__name__)
     errors.check_value(COLLECTION not in rest, "state.merge", "rest", f"no {COLLECTION!r}", sorted(rest))
     return {**rest, COLLECTION: dict(state)} if state else dict(rest)
 
@@ -282,7 +288,8 @@ def check(before: Any, after: Any, *, allow_unused: bool = False) -> None:
 
     def visit(path: str, old: Leaves, new: Leaves) -> Leaves:
         nonlocal fresh
-        errors.check_type(not isinstance(new["uses"], jax.core.Tracer), "state.check", path, "concrete arrays", "a tracer")
+        traced = isinstance(new["uses"], jax.core.Tracer)
+        errors.check_type(not traced, "state.check", path, "concrete arrays", "a tracer")
         d_old, d_new = _decode(old), _decode(new)
         changed = (d_old.parity != d_new.parity) | (d_old.used & ~d_new.used)
         fresh += int(changed.sum())
@@ -294,16 +301,10 @@ def check(before: Any, after: Any, *, allow_unused: bool = False) -> None:
 
     _map_runs("state.check", visit, before, after, with_path=True)
     expected = "a state that was overwritten with its gradient (te.state.split keeps it from the optimizer)"
-    errors.check(not bad, errors.message("state.check", ", ".join(bad), expected, "one that something not linear has stepped"))
-    if stale and not (allow_unused and fresh):
-        raise ValueError(
-            errors.message(
-                "state.check",
-                ", ".join(stale),
-                "a parity that flipped",
-                "state that this step did not update: differentiate the loss with respect to it too, and store it",
-            )
-        )
+    errors.check_value(not bad, "state.check", ", ".join(bad), expected, "one that something not linear has stepped")
+    got = "state that this step did not update: differentiate the loss with respect to it too, and store it"
+    ok = not stale or (allow_unused and fresh > 0)
+    errors.check_value(ok, "state.check", ", ".join(stale), "a parity that flipped", got)
 
 
 def _accumulate(a: Leaves, b: Leaves) -> dict[str, jax.Array]:
@@ -345,4 +346,4 @@ def _map_runs(op: str, function: Callable[..., Any], a: Any, b: Any, with_path: 
 
 
 def _is_run(x: Any) -> bool:
-    return isinstance(x, Mapping) and LEAVES == set(x)
+    return isinstance(x, Mapping) and set(x) == LEAVES

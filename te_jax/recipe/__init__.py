@@ -27,7 +27,7 @@ def recipe_from_json(description: Mapping[str, Any]) -> Recipe:
     if name not in RECIPES:
         raise ValueError(message("recipe_from_json", "recipe", f"one of {tuple(RECIPES)}", repr(name)))
     fields = dict(description.get("fields", {}))
-    known = {field for field in RECIPES[name].__dataclass_fields__}
+    known = set(RECIPES[name].__dataclass_fields__)
     if unknown := sorted(set(fields) - known):
         raise ValueError(message("recipe_from_json", f"fields of {name}", f"some of {sorted(known)}", unknown))
     if fields.get("amax_axes") is not None:
@@ -35,4 +35,13 @@ def recipe_from_json(description: Mapping[str, Any]) -> Recipe:
     return RECIPES[name](**fields)
 
 
-__all__ = ["GEMMS", "RECIPES", "ROLES", "BlockScaling", "CurrentScaling", "DelayedScaling", "Recipe", "recipe_from_json"]
+__all__ = [
+    "GEMMS",
+    "RECIPES",
+    "ROLES",
+    "BlockScaling",
+    "CurrentScaling",
+    "DelayedScaling",
+    "Recipe",
+    "recipe_from_json",
+]

@@ -28,7 +28,7 @@ class ActivationGradQuantize:
 
     @property
     def name(self) -> str:
-        return "d-activation" + ("+dbias" if self.bias is not None else "") + "+quantize for the linear before"
+        return "d-activation" + ("+dbias" if self.bias is not None else "") + "+quantize, for the linear before it"
 
     def __call__(self, contexts: list[Any], dy: Any) -> QTensor:
         ctx, consumer = contexts[self.activation], contexts[self.consumer]

@@ -25,7 +25,7 @@ def why_no_fp8_gemm(info: LinkInfo) -> str | None:
     if not info.quantized:
         return info.why_unquantized
     if isinstance(info.recipe, BlockScaling):
-        return "BlockScaling runs through the jnp reference"
+        return "BlockScaling runs as the jnp reference (no native kernel yet)"
     return None
 
 

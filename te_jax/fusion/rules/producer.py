@@ -24,7 +24,7 @@ class ProducerQuantize:
     producer: int
     consumer: int
 
-    name = "quantize for the next linear"
+    name = "quantizes for the next linear"
 
     @property
     def links(self) -> tuple[int, ...]:

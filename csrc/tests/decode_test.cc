@@ -1,0 +1,251 @@
+// Decoding and checking of custom-call operands, with hand-made call frames.
+#include <deque>
+
+#include "csrc/ffi/activation.h"
+#include "csrc/ffi/dequantize.h"
+#include "csrc/ffi/gemm.h"
+#include "csrc/ffi/norm.h"
+#include "csrc/ffi/quantize.h"
+#include "csrc/tests/check.h"
+
+namespace te_jax {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr auto F32 = XLA_FFI_DataType_F32;
+constexpr auto BF16 = XLA_FFI_DataType_BF16;
+constexpr auto E4M3 = XLA_FFI_DataType_F8E4M3FN;
+constexpr auto E5M2 = XLA_FFI_DataType_F8E5M2;
+
+struct Spec {
+  XLA_FFI_DataType dtype;
+  Shape shape;
+};
+
+// Owns what an XLA_FFI_CallFrame points to.
+class Frame {
+ public:
+  Frame(const std::vector<Spec>& args, const std::vector<Spec>& rets) {
+    for (const Spec& spec : args) args_.push_back(Make(spec));
+    for (const Spec& spec : rets) rets_.push_back(Make(spec));
+    arg_types_.assign(args.size(), XLA_FFI_ArgType_BUFFER);
+    ret_types_.assign(rets.size(), XLA_FFI_RetType_BUFFER);
+    raw_args_ = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args.size()), arg_types_.data(), args_.data()};
+    raw_rets_ = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets.size()), ret_types_.data(), rets_.data()};
+  }
+  ffi::RemainingArgs args() const { return ffi::RemainingArgs(&raw_args_, 0); }
+  ffi::RemainingRets rets() const { return ffi::RemainingRets(&raw_rets_, 0); }
+  const void* arg(size_t i) const { return static_cast<XLA_FFI_Buffer*>(args_[i])->data; }
+  const void* ret(size_t i) const { return static_cast<XLA_FFI_Buffer*>(rets_[i])->data; }
+
+ private:
+  void* Make(const Spec& spec) {
+    shapes_.push_back(spec.shape);
+    bytes_.push_back(0);
+    XLA_FFI_Buffer buffer = {};
+    buffer.struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
+    buffer.dtype = spec.dtype;
+    buffer.data = &bytes_.back();  // an address of its own; nothing is read
+    buffer.rank = static_cast<int64_t>(spec.shape.size());
+    buffer.dims = shapes_.back().data();
+    buffers_.push_back(buffer);
+    return &buffers_.back();
+  }
+  std::deque<Shape> shapes_;
+  std::deque<char> bytes_;
+  std::deque<XLA_FFI_Buffer> buffers_;
+  std::vector<void*> args_, rets_;
+  std::vector<XLA_FFI_ArgType> arg_types_;
+  std::vector<XLA_FFI_RetType> ret_types_;
+  XLA_FFI_Args raw_args_;
+  XLA_FFI_Rets raw_rets_;
+};
+
+QuantizeSpec Data() {
+  QuantizeSpec spec{};
+  spec.format = "e4m3";
+  spec.data = true;
+  return spec;
+}
+
+const std::vector<Spec> kDataOnly = {{E4M3, {2, 3, 32}}, {F32, {}}, {F32, {}}};
+
+std::string QuantizeError(const std::vector<Spec>& args, const std::vector<Spec>& rets, const QuantizeSpec& spec) {
+  const Frame frame(args, rets);
+  const auto decoded = DecodeQuantize(frame.args(), frame.rets(), spec);
+  return decoded.has_error() ? decoded.error().message() : "";
+}
+
+TEST(QuantizeAllResults) {
+  QuantizeSpec spec = Data();
+  spec.data_t = spec.amax = spec.dbias = true;
+  spec.margin = 3;
+  const Frame frame({{BF16, {2, 8, 32}}, {F32, {}}},
+                    {{E4M3, {2, 8, 32}}, {E4M3, {32, 2, 8}}, {F32, {}}, {F32, {}}, {F32, {}}, {F32, {32}}});
+  const auto args = DecodeQuantize(frame.args(), frame.rets(), spec);
+  EXPECT(args.has_value());
+  if (!args.has_value()) return;
+  EXPECT_EQ(args->rows, 16);
+  EXPECT_EQ(args->cols, 32);
+  EXPECT(args->x_dtype == DType::kBF16);
+  EXPECT(args->out.format == DType::kE4M3);
+  EXPECT_EQ(args->out.margin, 3);
+  EXPECT(args->x == frame.arg(0) && args->out.scale == frame.arg(1) && args->out.hp == nullptr);
+  EXPECT(args->out.data == frame.ret(0) && args->out.data_t == frame.ret(1));
+  EXPECT(args->out.scale_used == frame.ret(2) && args->out.scale_inv == frame.ret(3));
+  EXPECT(args->out.amax == frame.ret(4) && args->out.dbias == frame.ret(5));
+}
+
+TEST(QuantizeErrors) {
+  EXPECT_EQ(QuantizeError({{BF16, {2, 3, 32}}, {F32, {}}}, kDataOnly, Data()).size(), 0u);
+  EXPECT_CONTAINS(QuantizeError({{XLA_FFI_DataType_F64, {2, 3, 32}}, {F32, {}}}, kDataOnly, Data()),
+                  "te_jax quantize: x dtype: expected float32 or bfloat16 or float16, got XLA type 12");
+  EXPECT_CONTAINS(QuantizeError({{BF16, {2, 3, 32}}, {F32, {1}}}, kDataOnly, Data()),
+                  "scale shape: expected [], got [1]");
+  EXPECT_CONTAINS(QuantizeError({{BF16, {2, 3, 32}}, {BF16, {}}}, kDataOnly, Data()),
+                  "scale dtype: expected float32, got bfloat16");
+  EXPECT_CONTAINS(QuantizeError({{BF16, {2, 3, 24}}, {F32, {}}}, kDataOnly, Data()),
+                  "last dimension: expected a positive multiple of 16, got 24");
+  EXPECT_CONTAINS(QuantizeError({{BF16, {0, 3, 32}}, {F32, {}}}, kDataOnly, Data()),
+                  "number of rows: expected at least 1, got 0");
+  EXPECT_CONTAINS(QuantizeError({{BF16, {}}, {F32, {}}}, kDataOnly, Data()), "rank: expected at least 1, got 0");
+  EXPECT_CONTAINS(QuantizeError({{BF16, {2, 3, 32}}}, kDataOnly, Data()), "operand scale is missing");
+  EXPECT_CONTAINS(QuantizeError({{BF16, {2, 3, 32}}, {F32, {}}, {F32, {}}}, kDataOnly, Data()),
+                  "number of operands: expected 2, got 3");
+  EXPECT_CONTAINS(QuantizeError({{BF16, {2, 3, 32}}, {F32, {}}}, {{E4M3, {2, 3, 32}}, {F32, {}}}, Data()),
+                  "result scale_inv is missing");
+  EXPECT_CONTAINS(QuantizeError({{BF16, {2, 3, 32}}, {F32, {}}}, {{E5M2, {2, 3, 32}}, {F32, {}}, {F32, {}}}, Data()),
+                  "data dtype: expected float8_e4m3fn, got float8_e5m2");
+}
+
+TEST(QuantizeAttributeErrors) {
+  const std::vector<Spec> args = {{BF16, {2, 3, 32}}, {F32, {}}};
+  QuantizeSpec spec = Data();
+  spec.format = "e3m4";
+  EXPECT_CONTAINS(QuantizeError(args, kDataOnly, spec), "format: expected \"e4m3\" or \"e5m2\", got e3m4");
+  spec = Data();
+  spec.hp = true;
+  EXPECT_CONTAINS(QuantizeError(args, kDataOnly, spec), "hp: it would be a copy of x");
+  spec = Data();
+  spec.margin = 100;
+  EXPECT_CONTAINS(QuantizeError(args, kDataOnly, spec), "margin: expected -64 to 64, got 100");
+  spec = Data();
+  spec.if_unseeded = true;
+  EXPECT_CONTAINS(QuantizeError(args, kDataOnly, spec), "if_unseeded: expected a pass that wants amax alone");
+  spec = Data();
+  spec.data_t = true;
+  EXPECT_CONTAINS(QuantizeError(args, kDataOnly, spec), "written transposed: expected a positive multiple of 16, got 6");
+}
+
+TEST(Norm) {
+  NormSpec spec{};
+  spec.format = "e4m3";
+  spec.data = spec.stats = true;
+  spec.kind = "layernorm";
+  const Frame frame({{BF16, {2, 3, 32}}, {F32, {32}}, {F32, {32}}, {F32, {}}},
+                    {{E4M3, {2, 3, 32}}, {F32, {}}, {F32, {}}, {F32, {2, 3}}, {F32, {2, 3}}});
+  const auto args = DecodeNorm(frame.args(), frame.rets(), spec);
+  EXPECT(args.has_value());
+  if (args.has_value()) {
+    EXPECT(args->kind == NormKind::kLayerNorm && args->param_dtype == DType::kF32);
+    EXPECT(args->gamma == frame.arg(1) && args->beta == frame.arg(2) && args->out.scale == frame.arg(3));
+    EXPECT(args->mean == frame.ret(3) && args->rstd == frame.ret(4));
+  }
+  spec.kind = "rmsnorm";
+  EXPECT_CONTAINS(DecodeNorm(frame.args(), frame.rets(), spec).error().message(),
+                  "te_jax norm: scale shape: expected [], got [32]");
+  spec.kind = "batchnorm";
+  EXPECT_CONTAINS(DecodeNorm(frame.args(), frame.rets(), spec).error().message(), "kind: expected");
+}
+
+TEST(GatedActivation) {
+  ActivationSpec spec{};
+  spec.format = "e5m2";
+  spec.data = true;
+  spec.kind = "swiglu";
+  const Frame frame({{BF16, {4, 64}}, {F32, {}}}, {{E5M2, {4, 32}}, {F32, {}}, {F32, {}}});
+  const auto args = DecodeActivation(frame.args(), frame.rets(), spec);
+  EXPECT(args.has_value() && args->cols == 32 && args->rows == 4);
+
+  ActivationGradSpec grad{};
+  grad.format = "e5m2";
+  grad.data = grad.dbias = true;
+  grad.kind = "swiglu";
+  const Frame back({{BF16, {4, 32}}, {BF16, {4, 64}}, {F32, {}}}, {{E5M2, {4, 64}}, {F32, {}}, {F32, {}}, {F32, {64}}});
+  const auto grads = DecodeActivationGrad(back.args(), back.rets(), grad);
+  EXPECT(grads.has_value() && grads->cols == 32 && grads->out.dbias == back.ret(3));
+  grad.kind = "silu";
+  EXPECT_CONTAINS(DecodeActivationGrad(back.args(), back.rets(), grad).error().message(),
+                  "te_jax activation_grad: x shape: expected [4, 32], got [4, 64]");
+}
+
+TEST(Dequantize) {
+  const Frame frame({{E5M2, {4, 32}}, {F32, {}}}, {{BF16, {4, 32}}});
+  const auto args = DecodeDequantize(frame.args(), frame.rets(), {"bfloat16"});
+  EXPECT(args.has_value() && args->size == 128 && args->in_dtype == DType::kE5M2);
+  EXPECT_CONTAINS(DecodeDequantize(frame.args(), frame.rets(), {"float8_e5m2"}).error().message(),
+                  "out_dtype: expected float32, bfloat16 or float16, got float8_e5m2");
+}
+
+GemmSpec FP8Gemm() {
+  GemmSpec spec{};
+  spec.fp8 = true;
+  spec.contract_dims = 1;
+  spec.out_dtype = "bfloat16";
+  spec.alpha = 1.0f;
+  return spec;
+}
+
+std::string GemmError(const std::vector<Spec>& args, const std::vector<Spec>& rets, const GemmSpec& spec) {
+  const Frame frame(args, rets);
+  const auto decoded = DecodeGemm(frame.args(), frame.rets(), spec);
+  return decoded.has_error() ? decoded.error().message() : "";
+}
+
+TEST(GemmWithEverything) {
+  GemmSpec spec = FP8Gemm();
+  spec.contract_dims = 2;
+  spec.bias = spec.amax = true;
+  spec.beta = 0.5f;
+  spec.out_dtype = "float8_e4m3fn";
+  const Frame frame({{E4M3, {48, 2, 8}}, {E5M2, {32, 2, 8}}, {F32, {}}, {F32, {}}, {BF16, {32}}, {BF16, {48, 32}}, {F32, {}}},
+                    {{E4M3, {48, 32}}, {F32, {}}});
+  const auto args = DecodeGemm(frame.args(), frame.rets(), spec);
+  EXPECT(args.has_value());
+  if (!args.has_value()) return;
+  EXPECT(args->m == 48 && args->n == 32 && args->k == 16);
+  EXPECT(args->lhs_scale_inv == frame.arg(2) && args->rhs_scale_inv == frame.arg(3) && args->bias == frame.arg(4));
+  EXPECT(args->c == frame.arg(5) && args->out_scale == frame.arg(6) && args->amax == frame.ret(1));
+}
+
+TEST(GemmErrors) {
+  const Spec scale = {F32, {}};
+  const std::vector<Spec> out = {{BF16, {5, 32}}};
+  EXPECT_EQ(GemmError({{E4M3, {5, 64}}, {E4M3, {32, 64}}, scale, scale}, out, FP8Gemm()).size(), 0u);
+  EXPECT_CONTAINS(GemmError({{E5M2, {5, 64}}, {E5M2, {32, 64}}, scale, scale}, out, FP8Gemm()),
+                  "expected at least one float8_e4m3fn");
+  EXPECT_CONTAINS(GemmError({{E4M3, {5, 40}}, {E4M3, {32, 40}}, scale, scale}, out, FP8Gemm()),
+                  "te_jax gemm: contracted dimension: expected a positive multiple of 16, got 40");
+  EXPECT_CONTAINS(GemmError({{E4M3, {5, 64}}, {E4M3, {24, 64}}, scale, scale}, out, FP8Gemm()),
+                  "rhs's kept dimension (the result's last): expected a positive multiple of 16, got 24");
+  EXPECT_CONTAINS(GemmError({{E4M3, {5, 64}}, {E4M3, {32, 48}}, scale, scale}, out, FP8Gemm()),
+                  "rhs's contracted dimensions: expected [64], got [48]");
+  EXPECT_CONTAINS(GemmError({{E4M3, {0, 64}}, {E4M3, {32, 64}}, scale, scale}, out, FP8Gemm()),
+                  "lhs's number of rows: expected at least 1, got 0");
+  EXPECT_CONTAINS(GemmError({{E4M3, {64}}, {E4M3, {32, 64}}, scale, scale}, out, FP8Gemm()), "lhs rank");
+  EXPECT_CONTAINS(GemmError({{BF16, {5, 64}}, {E4M3, {32, 64}}, scale, scale}, out, FP8Gemm()), "lhs dtype");
+  GemmSpec spec = FP8Gemm();
+  spec.in_place = true;
+  EXPECT_CONTAINS(GemmError({{E4M3, {5, 64}}, {E4M3, {32, 64}}, scale, scale}, out, spec), "in_place: expected beta");
+  spec = FP8Gemm();
+  spec.fp8 = false;
+  spec.lhs_contract_first = true;
+  EXPECT_CONTAINS(GemmError({{BF16, {64, 5}}, {BF16, {32, 64}}}, out, spec), "lhs's kept dimension, its last one");
+  EXPECT_CONTAINS(GemmError({{BF16, {64, 16}}, {F32, {32, 64}}}, out, spec), "rhs dtype: expected bfloat16, got float32");
+}
+
+}  // namespace
+}  // namespace te_jax
+
+TEST_MAIN

@@ -1,0 +1,117 @@
+"""What a run leaves behind: losses as JSON lines, a plot, and which custom calls the train step used."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import pathlib
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+
+class LossLog:
+    """``losses.jsonl``: one {"step", "loss"} a line, in order; ``step`` is the number of steps done before it."""
+
+    def __init__(self, path: pathlib.Path, start: int) -> None:
+        kept = [entry for entry in read_losses(path) if entry["step"] < start]  # later ones are trained again
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        self._file = path.open("a")
+
+    def extend(self, entries: Iterable[tuple[int, float]]) -> None:
+        for step, loss in entries:
+            self._file.write(json.dumps({"step": step, "loss": loss}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_losses(path: pathlib.Path) -> list[dict]:
+    """The entries of a loss log, up to a line that an interruption cut short; none if there is no file."""
+    entries: list[dict] = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                entries.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return entries
+
+
+def write_summary(path: pathlib.Path, results: dict, unigram_entropy: float) -> None:
+    """``results``: name of a run -> its ``Result``."""
+    runs = {
+        name: {
+            "steps": result.steps,
+            "held_out_loss": result.held_out_loss,
+            "bits_per_byte": bits_per_byte(result.held_out_loss),
+            "custom_calls": result.custom_calls,
+            "checkpoint": str(result.checkpoint),
+        }
+        for name, result in results.items()
+    }
+    path.write_text(json.dumps({"unigram_entropy": unigram_entropy, "runs": runs}, indent=1))
+
+
+def bits_per_byte(loss: float) -> float:
+    """From nats per byte."""
+    return loss / math.log(2)
+
+
+def plot(path: pathlib.Path, curves: dict[str, list[dict]], unigram_entropy: float) -> None:
+    """Loss over steps, one curve per name, each also smoothed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, entries in curves.items():
+        steps, losses = [e["step"] for e in entries], [e["loss"] for e in entries]
+        (line,) = axes.plot(steps, _smooth(losses), label=name, linewidth=1.8)
+        axes.plot(steps, losses, color=line.get_color(), alpha=0.25, linewidth=0.8)
+    axes.axhline(unigram_entropy, color="grey", linestyle=":", label="byte frequencies alone")
+    axes.set(xlabel="step", ylabel="training loss (nats per byte)", title="te_jax: byte-level language model")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _smooth(values: list[float], decay: float = 0.9) -> np.ndarray:
+    """Exponential moving average, without the bias towards its start."""
+    mean, weight, out = 0.0, 0.0, []
+    for value in values:
+        mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
+        out.append(mean / weight)
+    return np.asarray(out)
+
+
+def custom_calls(stablehlo: str, prefix: str = "te_jax") -> dict[str, int]:
+    """How often each custom-call target with ``prefix`` is called by @main of a StableHLO module's text.
+
+    Calls of private functions are followed; the body of a loop counts once, as in the program's text.
+    """
+    called: dict[str, collections.Counter] = {}
+    targets: dict[str, collections.Counter] = {}
+    function = ""
+    for line in stablehlo.splitlines():
+        if match := re.search(r'func\.func (?:public |private )?@("[^"]*"|[\w.$-]+)', line):
+            function = match[1]
+            called[function], targets[function] = collections.Counter(), collections.Counter()
+        elif match := re.search(r'\bcall @("[^"]*"|[\w.$-]+)\(', line):
+            called[function][match[1]] += 1
+        elif match := re.search(r"stablehlo\.custom_call @(\w+)\(", line):
+            if match[1].startswith(prefix):
+                targets[function][match[1]] += 1
+
+    def total(name: str) -> collections.Counter:
+        counts = collections.Counter(targets[name])
+        for callee, times in called[name].items():
+            for target, count in total(callee).items():
+                counts[target] += times * count
+        return counts
+
+    return dict(sorted(total("main").items()))

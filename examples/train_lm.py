@@ -1,0 +1,244 @@
+"""Trains a byte-level transformer in FP8 on the sources of Python's standard library.
+
+    python examples/train_lm.py                                   # FP8, delayed scaling, 300 steps, a new folder in runs/
+    python examples/train_lm.py --compare                         # then the same in bf16, both curves in one plot
+    python examples/train_lm.py --out runs/a --steps 150          # stops half-way (so does Ctrl-C, or kill) ...
+    python examples/train_lm.py --out runs/a --resume             # ... and goes on, bit for bit as if it had not stopped
+
+The learning-rate schedule depends on --schedule-steps alone, the batch of a step on (--seed, step) alone. In --out:
+checkpoints/<step>, losses.jsonl, summary.json, loss.png; the bf16 run of --compare has its own folder, bf16/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lm_data
+import lm_report
+import optax
+from flax import struct
+from lm_console import Console, StopOnSignal
+from lm_model import LanguageModel, layer_config
+
+import te_jax as te
+
+RECIPES = {"delayed": te.DelayedScaling(), "current": te.CurrentScaling(), "block": te.BlockScaling(), "none": None}
+REPORT_EVERY = 10  # steps between losses fetched from the device
+HELD_OUT_BATCHES = 32
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", choices=RECIPES, default="delayed")
+    parser.add_argument("--steps", type=_positive, default=300, help="where to stop")
+    parser.add_argument("--schedule-steps", type=_positive, default=300, help="length of the learning-rate schedule")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=pathlib.Path, help="default: a new folder in runs/; with --resume its newest one")
+    parser.add_argument("--save-every", type=_positive, default=100, help="steps between checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument("--compare", action="store_true", help="train in bf16 too, and plot both")
+    parser.add_argument("--layers", type=_positive, default=2)
+    parser.add_argument("--width", type=_positive, default=128)
+    parser.add_argument("--heads", type=_positive, default=4)
+    parser.add_argument("--kv-heads", type=_positive, help="default: --heads")
+    parser.add_argument("--seq", type=_positive, default=128, help="bytes per sequence")
+    parser.add_argument("--batch", type=_positive, default=8, help="sequences per step")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="its peak")
+    parser.add_argument("--remat", action="store_true", help="recompute each layer in the backward pass")
+    return parser.parse_args(argv)
+
+
+@struct.dataclass
+class TrainState:
+    """All that training changes. ``fp8`` is state, not parameters: it never goes through the optimizer."""
+
+    params: Any
+    fp8: Any
+    opt_state: Any
+
+
+def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
+    warmup = max(1, args.schedule_steps // 10)
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=args.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=max(args.schedule_steps, warmup + 1),
+        end_value=0.1 * args.learning_rate,
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
+
+
+def make_model(args: argparse.Namespace, recipe: te.Recipe | None) -> LanguageModel:
+    return LanguageModel(
+        vocabulary=lm_data.VOCABULARY,
+        layers=args.layers,
+        width=args.width,
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        recipe=recipe,
+        remat=args.remat,
+    )
+
+
+def init_state(model: LanguageModel, optimizer, seed: int, tokens: jax.Array) -> TrainState:
+    """tokens [B, T + 1], for the shapes."""
+    variables = jax.jit(model.init)(jax.random.key(seed), tokens[:, :-1])
+    rest, fp8 = te.state.split(variables)
+    return TrainState(params=rest["params"], fp8=fp8, opt_state=optimizer.init(rest["params"]))
+
+
+def loss_of(model: LanguageModel, params, fp8, tokens: jax.Array) -> jax.Array:
+    """Mean nats per byte of tokens [B, T + 1]."""
+    logits = model.apply(te.state.merge({"params": params}, fp8), tokens[:, :-1])  # [B, T, V]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def train_step(model, optimizer, state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
+    loss, (grads, fp8) = jax.value_and_grad(loss_of, argnums=(1, 2))(model, state.params, state.fp8, tokens)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    return (
+        TrainState(
+            params=optax.apply_updates(state.params, updates),
+            fp8=te.state.apply(state.fp8, fp8),  # the "gradient" of FP8 state is its next value
+            opt_state=opt_state,
+        ),
+        loss,
+    )
+
+
+@dataclasses.dataclass
+class Result:
+    steps: int
+    held_out_loss: float | None  # None: stopped by a signal
+    custom_calls: dict[str, int]
+    checkpoint: pathlib.Path
+
+
+def run(args: argparse.Namespace, name: str, recipe: te.Recipe | None, out: pathlib.Path, corpus, stop) -> Result:
+    """Trains up to --steps, or until a signal, and saves."""
+    model, optimizer = make_model(args, recipe), make_optimizer(args)
+    state = init_state(model, optimizer, args.seed, corpus.batch(args.seed, 0, args.batch, args.seq))
+    checkpoints = te.checkpoint.Manager(out / "checkpoints")
+    start = 0
+    if args.resume and (newest := checkpoints.newest()) is not None:
+        start, state = newest, checkpoints.restore(newest, state)
+        print(f"{name}: resumed at step {start} from {out}/checkpoints/{start}")
+
+    step_fn = jax.jit(lambda state, tokens: train_step(model, optimizer, state, tokens), donate_argnums=0)
+    lowered = step_fn.lower(state, corpus.batch(args.seed, 0, args.batch, args.seq))
+    compiled = lowered.compile()
+
+    log = lm_report.LossLog(out / "losses.jsonl", start)
+    step, stopping, pending = start, False, []
+    with Console(name, start, args.steps, args.batch * args.seq) as console:
+        while step < args.steps and not stopping:
+            state, loss = compiled(state, corpus.batch(args.seed, step, args.batch, args.seq))
+            pending.append((step, loss))
+            step += 1
+            stopping = stop.received is not None
+            saving = step % args.save_every == 0 or step == args.steps or stopping
+            if saving or step % REPORT_EVERY == 0:
+                log.extend((done, float(loss)) for done, loss in pending)
+                console.update(step, float(loss))
+                pending.clear()
+            if saving:
+                checkpoints.save(step, state)
+    checkpoints.close()
+
+    held_out = None if stopping else held_out_loss(model, state, corpus, args)
+    return Result(step, held_out, lm_report.custom_calls(lowered.as_text()), out / "checkpoints" / str(step))
+
+
+def held_out_loss(model: LanguageModel, state: TrainState, corpus: lm_data.Corpus, args: argparse.Namespace) -> float:
+    evaluate = jax.jit(lambda tokens: loss_of(model, state.params, state.fp8, tokens))
+    batches = corpus.held_out_batches(HELD_OUT_BATCHES, args.batch, args.seq)
+    return float(sum(evaluate(tokens) for tokens in batches) / HELD_OUT_BATCHES)
+
+
+def check_out(out: pathlib.Path, args: argparse.Namespace) -> None:
+    """A run may only be resumed as what it was; a new one may not run over an old one."""
+    fixed = ("schedule_steps", "seed", "layers", "width", "heads", "kv_heads", "seq", "batch", "learning_rate")
+    config = {flag: getattr(args, flag) for flag in fixed}
+    path = out / "config.json"
+    if not path.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(config, indent=1))
+        return
+    if not args.resume:
+        sys.exit(f"train_lm: --out: expected a folder without a run, got {out}; --resume goes on with the run in it")
+    for flag, was in json.loads(path.read_text()).items():
+        if config[flag] != was:
+            sys.exit(f"train_lm: --{flag.replace('_', '-')}: expected {was}, as the run in {out} had, got {config[flag]}")
+
+
+def choose_out(args: argparse.Namespace, root: pathlib.Path = pathlib.Path("runs")) -> pathlib.Path:
+    """--out, or the next (with --resume: the newest) numbered folder in runs/."""
+    if args.out is not None:
+        return args.out
+    taken = [int(folder.name) for folder in root.glob("*") if folder.name.isdigit()]
+    return root / str(max(taken, default=0) + (not (args.resume and taken)))
+
+
+def print_report(args, name: str, recipe, result: Result, unigram_entropy: float) -> None:
+    calls = ", ".join(f"{target} x{count}" for target, count in result.custom_calls.items()) or "none"
+    print(
+        f"\n{name}: {result.steps} steps on {jax.devices()[0].device_kind}\n"
+        f"  held-out loss     {result.held_out_loss:.4f} nats, {lm_report.bits_per_byte(result.held_out_loss):.3f} bits per byte"
+        f" (byte frequencies alone: {lm_report.bits_per_byte(unigram_entropy):.3f})\n"
+        f"  custom calls      {calls} (in the train step; a loop over layers counts once)\n"
+        f"  checkpoint        {result.checkpoint}"
+    )
+
+
+def print_plan(args: argparse.Namespace, recipe: te.Recipe | None) -> None:
+    """The plan of one transformer layer, chain by chain."""
+    x = jax.ShapeDtypeStruct((args.batch, args.seq, args.width), jnp.bfloat16)
+    layer = te.flax.TransformerLayer(**layer_config(make_model(args, recipe)))
+    for chain, plan in layer.plan(x).items():
+        print(f"\nplan of {chain}:\n{plan}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    out = choose_out(args)
+    check_out(out, args)
+    runs = {args.recipe if args.recipe != "none" else "bf16": (RECIPES[args.recipe], out)}
+    if args.compare:
+        runs.setdefault("bf16", (None, out / "bf16"))
+
+    corpus = lm_data.load()
+    entropy = corpus.unigram_entropy()
+    results: dict[str, Result] = {}
+    with StopOnSignal() as stop:
+        for name, (recipe, folder) in runs.items():
+            results[name] = run(args, name, recipe, folder, corpus, stop)
+            if stop.received is not None:
+                print(f"stopped by a signal at step {results[name].steps}; go on with --out {out} --resume")
+                sys.exit(128 + stop.received)
+
+    print_plan(args, RECIPES[args.recipe])
+    for name, (recipe, _) in runs.items():
+        print_report(args, name, recipe, results[name], entropy)
+    curves = {name: lm_report.read_losses(folder / "losses.jsonl") for name, (_, folder) in runs.items()}
+    lm_report.plot(out / "loss.png", curves, entropy)
+    lm_report.write_summary(out / "summary.json", results, entropy)
+    print(f"plot: {out / 'loss.png'}")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    return value
+
+
+if __name__ == "__main__":
+    main()

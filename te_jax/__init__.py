@@ -1,0 +1,19 @@
+"""te_jax: FP8 training and overlapped tensor parallelism for JAX and Flax.
+
+    import te_jax as te
+    from te_jax import ops
+"""
+
+from te_jax import flax as flax
+from te_jax import ops as ops
+from te_jax import state as state
+from te_jax.fusion.plan import FusionPlan as FusionPlan
+from te_jax.quant.tensor import QTensor as QTensor
+from te_jax.recipe import BlockScaling as BlockScaling
+from te_jax.recipe import CurrentScaling as CurrentScaling
+from te_jax.recipe import DelayedScaling as DelayedScaling
+from te_jax.recipe import Recipe as Recipe
+from te_jax.sequential import ChainModule as ChainModule
+from te_jax.sequential import Sequential as Sequential
+
+__version__ = "0.1.0"

@@ -1,0 +1,17 @@
+"""Flax linen modules on op chains. Every linear in them takes a recipe; recipe=None leaves it unquantized."""
+
+from te_jax.flax.attention import MultiHeadAttention
+from te_jax.flax.dense import Dense, DenseGeneral, LayerNormDense
+from te_jax.flax.mlp import LayerNormMLP
+from te_jax.flax.rotary import apply_rotary
+from te_jax.flax.transformer import TransformerLayer
+
+__all__ = [
+    "Dense",
+    "DenseGeneral",
+    "LayerNormDense",
+    "LayerNormMLP",
+    "MultiHeadAttention",
+    "TransformerLayer",
+    "apply_rotary",
+]

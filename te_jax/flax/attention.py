@@ -1,0 +1,160 @@
+"""MultiHeadAttention: projections as op chains around ``jax.nn.dot_product_attention``."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.typing import Dtype, Initializer
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from te_jax import ops
+from te_jax.flax.dense import default_bias_init, default_kernel_init
+from te_jax.flax.layers import norm_op
+from te_jax.flax.rotary import apply_rotary
+from te_jax.fusion.plan import FusionPlan
+from te_jax.primitives import library
+from te_jax.recipe import Recipe
+from te_jax.sequential import Sequential
+
+
+class MultiHeadAttention(nn.Module):
+    """Self-attention: y = attn_proj(attention(qkv_linear([norm] x))) [+ x], for x [B, T, C] or [T, C].
+
+    Two chains: ``qkv`` (``attn_norm``, ``qkv_linear``) and ``proj`` (``attn_proj`` and the residual). The fused
+    projection's kernel is [C, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values, head-major.
+
+    Attributes:
+      num_heads: query heads H.
+      num_kv_heads: key and value heads G, a divisor of H (grouped-query attention); None: H.
+      head_dim: D, a multiple of 2 with ``rope``; None: C / num_heads.
+      causal: whether position t attends to positions <= t only.
+      rope: whether queries and keys are rotated by their positions.
+      rope_base: base of the rotary wavelengths.
+      norm: "rmsnorm", "layernorm" or None (x is used as it is).
+      epsilon: of the norm.
+      use_bias: whether both linears add biases.
+      dropout_rate: of dropout on the projection's output; needs the "dropout" random stream when not deterministic.
+      residual: whether x is added to the output.
+      attention_implementation: "xla", "cudnn", or None: cuDNN where jax sees a CUDA backend and cuDNN takes the
+        dtype and head_dim, otherwise XLA. A forced "cudnn" raises jax's own error where it can't run.
+      kernel_init, bias_init: initialisers of both linears.
+      recipe, dtype, param_dtype: as in ``Dense``; attention itself runs in ``dtype``.
+
+    Raises:
+      ValueError: heads that don't divide, odd head_dim with rope, x of another rank, unknown norm or implementation.
+    """
+
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    causal: bool = False
+    rope: bool = False
+    rope_base: float = 10000.0
+    norm: str | None = None
+    epsilon: float = 1e-6
+    use_bias: bool = False
+    dropout_rate: float = 0.0
+    residual: bool = False
+    attention_implementation: str | None = None
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = default_bias_init
+    recipe: Recipe | None = None
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array, *, positions: Array | None = None, deterministic: bool = True) -> Array:
+        """x [B, T, C] or [T, C], positions [B, T] or [T] (default 0..T-1) -> the shape of x, in ``dtype``."""
+        heads, kv_heads, head_dim = self._head_shapes(x)
+        *lead, features = x.shape  # lead: [B, T] or [T]
+
+        qkv = self._chain(*self._qkv_ops((heads + 2 * kv_heads) * head_dim), name="qkv")(x)
+        qkv = qkv.reshape(*lead, heads + 2 * kv_heads, head_dim)
+        query, key, value = jnp.split(qkv, (heads, heads + kv_heads), axis=-2)  # [*lead, H | G | G, D]
+        if self.rope:
+            positions = jnp.arange(lead[-1]) if positions is None else positions
+            query, key = (apply_rotary(t, positions, base=self.rope_base) for t in (query, key))
+
+        context = jax.nn.dot_product_attention(
+            query, key, value, is_causal=self.causal, implementation=self._implementation(query)
+        )
+        context = checkpoint_name(context.reshape(*lead, heads * head_dim), "core_attn")
+
+        proj = self._chain(*self._proj_ops(features), name="proj")
+        return proj(context, *((x,) if self.residual else ()), deterministic=deterministic)
+
+    def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> dict[str, FusionPlan]:
+        """The plans of both chains for x [B, T, C] or [T, C]; options as those of ``Sequential.plan``."""
+        heads, kv_heads, head_dim = self._head_shapes(x)
+        context = jax.ShapeDtypeStruct((*x.shape[:-1], heads * head_dim), self.dtype or x.dtype)
+        qkv = self._chain(*self._qkv_ops((heads + 2 * kv_heads) * head_dim), parent=None)
+        proj = self._chain(*self._proj_ops(x.shape[-1]), parent=None)
+        return {
+            "qkv": qkv.plan(x, **options),
+            "proj": proj.plan(context, *((x,) if self.residual else ()), **options),
+        }
+
+    @nn.nowrap
+    def _qkv_ops(self, features: int):
+        norm = (norm_op(self.norm, self.epsilon, name="attn_norm", caller="MultiHeadAttention"),) if self.norm else ()
+        return *norm, self._linear(features, "qkv_linear")
+
+    @nn.nowrap
+    def _proj_ops(self, features: int):
+        dropout = (ops.Dropout(self.dropout_rate),) if self.dropout_rate else ()
+        residual = (ops.AddExtraInput(),) if self.residual else ()
+        return self._linear(features, "attn_proj"), *dropout, *residual
+
+    @nn.nowrap
+    def _linear(self, features: int, name: str):
+        return ops.Linear(
+            features, use_bias=self.use_bias, kernel_init=self.kernel_init, bias_init=self.bias_init, name=name
+        )
+
+    @nn.nowrap
+    def _chain(self, *chain, **kwargs) -> Sequential:
+        return Sequential(chain, recipe=self.recipe, dtype=self.dtype, param_dtype=self.param_dtype, **kwargs)
+
+    @nn.nowrap
+    def _head_shapes(self, x: Array) -> tuple[int, int, int]:
+        """Checked (H, G, D)."""
+        if x.ndim not in (2, 3):
+            raise ValueError(f"MultiHeadAttention: x: expected [B, T, C] or [T, C], got shape {x.shape}")
+        heads = self.num_heads
+        kv_heads = heads if self.num_kv_heads is None else self.num_kv_heads
+        if heads <= 0 or kv_heads <= 0 or heads % kv_heads:
+            raise ValueError(
+                f"MultiHeadAttention: num_kv_heads: expected a divisor of num_heads={heads}, got {self.num_kv_heads}"
+            )
+        if self.head_dim is None and x.shape[-1] % heads:
+            raise ValueError(
+                f"MultiHeadAttention: num_heads: expected a divisor of x.shape[-1]={x.shape[-1]} "
+                f"(or head_dim given), got {heads}"
+            )
+        head_dim = x.shape[-1] // heads if self.head_dim is None else self.head_dim
+        if self.rope and head_dim % 2:
+            raise ValueError(f"MultiHeadAttention: head_dim: expected an even number with rope=True, got {head_dim}")
+        return heads, kv_heads, head_dim
+
+    @nn.nowrap
+    def _implementation(self, query: Array) -> str:
+        """What to ask jax for: "cudnn" only where tracing it can't raise."""
+        asked = self.attention_implementation
+        if asked not in (None, "xla", "cudnn"):
+            raise ValueError(
+                f"MultiHeadAttention: attention_implementation: expected None, 'xla' or 'cudnn', got {asked!r}"
+            )
+        return asked or ("cudnn" if cudnn_attention_takes(query) else "xla")
+
+
+def cudnn_attention_takes(query: Array) -> bool:
+    """Whether cuDNN's flash attention can be traced for queries [*lead, T, H, D] in this process.
+
+    jax raises while tracing when there is no CUDA backend, no cuDNN, a dtype that isn't 16 bits wide or a head
+    dimension it doesn't take (``check_is_flash_attention`` in jax 0.10 to 0.12: D % 8 == 0 and D <= 128, 256 from
+    Hopper on; 128 is asked for here, as it holds on every architecture).
+    """
+    sixteen_bits = query.dtype in (jnp.bfloat16, jnp.float16)
+    return sixteen_bits and query.shape[-1] % 8 == 0 and query.shape[-1] <= 128 and library.has_cuda_backend()

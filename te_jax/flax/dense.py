@@ -1,0 +1,187 @@
+"""Dense, DenseGeneral, LayerNormDense: linears as linen modules, each an op chain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core import meta
+from flax.typing import Dtype, Initializer
+from jax import Array
+
+from te_jax import ops
+from te_jax.flax.layers import norm_op
+from te_jax.fusion.plan import FusionPlan
+from te_jax.quant.state import COLLECTION
+from te_jax.recipe import Recipe
+from te_jax.sequential import ChainModule
+
+default_kernel_init = nn.initializers.lecun_normal()  # nn.Dense's default
+default_bias_init = nn.initializers.zeros_init()
+
+
+class Dense(ChainModule, kw_only=False):
+    """Drop-in for ``nn.Dense``: y [*lead, features] = x [*lead, K] kernel [K, features] + bias [features].
+
+    Parameters are exactly ``{kernel, bias}``, with ``nn.Dense``'s initialisers and random numbers, so a checkpoint of
+    either module restores into the other. With a recipe the three GEMMs run in FP8.
+
+    Attributes:
+      features: number of output features.
+      use_bias: whether to add a bias.
+      kernel_init, bias_init: initialisers; ``nn.with_partitioning`` and ``nn.with_logical_partitioning`` wrappers work.
+      recipe: FP8 recipe; None leaves the linear unquantized.
+      dtype: dtype of the computation and of y; None: promoted from x and the parameters.
+      param_dtype: dtype of the parameters.
+    """
+
+    features: int
+    use_bias: bool = True
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = default_bias_init
+
+    def chain(self):
+        return (
+            ops.Linear(
+                self.features,
+                use_bias=self.use_bias,
+                kernel_init=self.kernel_init,
+                bias_init=self.bias_init,
+                name="",
+            ),
+        )
+
+
+class LayerNormDense(ChainModule, kw_only=False):
+    """A norm and the linear that follows it: y [*lead, features] = norm(x [*lead, K]) kernel [K, features] + bias.
+
+    With a recipe the norm writes the linear's FP8 input itself. Parameters: ``norm/{scale[, bias]}`` and
+    ``dense/{kernel, bias}``.
+
+    Attributes:
+      features: number of output features.
+      use_bias: whether the linear adds a bias.
+      norm: "rmsnorm" or "layernorm".
+      epsilon: added to the mean square (variance) before the root.
+      kernel_init, bias_init: initialisers of the linear.
+      recipe, dtype, param_dtype: as in ``Dense``.
+
+    Raises:
+      ValueError: unknown norm.
+    """
+
+    features: int
+    use_bias: bool = True
+    norm: str = "rmsnorm"
+    epsilon: float = 1e-6
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = default_bias_init
+
+    def chain(self):
+        return (
+            norm_op(self.norm, self.epsilon, name="norm", caller="LayerNormDense"),
+            ops.Linear(
+                self.features,
+                use_bias=self.use_bias,
+                kernel_init=self.kernel_init,
+                bias_init=self.bias_init,
+                name="dense",
+            ),
+        )
+
+
+class DenseGeneral(nn.Module):
+    """Drop-in for ``nn.DenseGeneral`` (without batch_dims): a linear over several axes into several features.
+
+    y [*kept, *features] = x contracted over ``axis`` with kernel [*axis sizes, *features], + bias [*features]. Parameters
+    are exactly ``{kernel, bias}`` in these shapes, with ``nn.DenseGeneral``'s initialisers. The computation is that of
+    ``Dense`` on the flattened sizes; FP8 state is that of one linear.
+
+    Attributes:
+      features: output sizes.
+      axis: contracted axes of x; the kernel's first dimensions are theirs in ascending order.
+      use_bias: whether to add a bias.
+      kernel_init, bias_init: initialisers, called with the flattened shapes as flax does; partitioning wrappers work.
+      recipe, dtype, param_dtype: as in ``Dense``.
+
+    Raises:
+      ValueError: an axis that x doesn't have, or has twice.
+    """
+
+    features: int | Sequence[int]
+    axis: int | Sequence[int] = -1
+    use_bias: bool = True
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = default_bias_init
+    recipe: Recipe | None = None
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """x with the contracted axes anywhere -> [*kept, *features]."""
+        features, axis = _as_tuple(self.features), self._axes(x.shape)
+        kept = tuple(i for i in range(x.ndim) if i not in axis)
+        sizes = tuple(x.shape[i] for i in axis)
+        flat = x.transpose(*kept, *axis).reshape(*(x.shape[i] for i in kept), math.prod(sizes))
+
+        params = {"kernel": self._param("kernel", self.kernel_init, (*sizes, *features), len(sizes))}
+        if self.use_bias:
+            params["bias"] = self._param("bias", self.bias_init, features, 0)
+        dense = self._dense()
+        if self.is_initializing():
+            for name, state in dense.init(jax.random.key(0), flat).get(COLLECTION, {}).items():
+                self.put_variable(COLLECTION, name, state)
+        state = self.variables.get(COLLECTION, {})
+        y = dense.apply({"params": params, COLLECTION: state}, flat)
+        return y.reshape(*y.shape[:-1], *features)
+
+    def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> FusionPlan:
+        """The plan for this x; options as those of ``Sequential.plan``."""
+        axis = self._axes(x.shape)
+        kept = (size for i, size in enumerate(x.shape) if i not in axis)
+        flat = jax.ShapeDtypeStruct((*kept, math.prod(x.shape[i] for i in axis)), x.dtype)
+        return self._dense().plan(flat, **options)
+
+    @nn.nowrap
+    def _dense(self) -> Dense:
+        """The linear on flattened sizes, unbound: its parameters are views of this module's."""
+        features = math.prod(_as_tuple(self.features))
+        return Dense(
+            features,
+            self.use_bias,
+            recipe=self.recipe,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            parent=None,
+        )
+
+    @nn.nowrap
+    def _param(self, name: str, init: Initializer, shape: tuple[int, ...], contracted: int) -> Array:
+        """The parameter as a matrix (a vector, if ``contracted`` is 0); it is kept in ``shape``."""
+        rows, columns = shape[:contracted], shape[contracted:]
+        flat_shape = (*((math.prod(rows),) if rows else ()), math.prod(columns))
+
+        def init_flat(key: Array, shape: tuple[int, ...], dtype: Dtype) -> Array | meta.AxisMetadata:
+            value = init(key, flat_shape, dtype)
+            if isinstance(value, meta.AxisMetadata):
+                return meta.replace_boxed(value, value.unbox().reshape(shape))
+            return value.reshape(shape)
+
+        return self.param(name, init_flat, shape, self.param_dtype).reshape(flat_shape)
+
+    @nn.nowrap
+    def _axes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """``axis`` counted from the front, ascending."""
+        asked, ndim = _as_tuple(self.axis), len(shape)
+        axes = tuple(sorted(a % ndim for a in asked if -ndim <= a < ndim))  # sorted, as flax does
+        if not asked or len(axes) != len(asked) or len(set(axes)) != len(axes):
+            raise ValueError(f"DenseGeneral: axis: expected distinct axes of x {shape}, got {self.axis}")
+        return axes
+
+
+def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)

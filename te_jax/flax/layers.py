@@ -1,0 +1,31 @@
+"""What the modules share: names of norms and activations to ops."""
+
+from __future__ import annotations
+
+from te_jax import ops
+
+_NORMS = {"rmsnorm": ops.RMSNorm, "layernorm": ops.LayerNorm}
+_ACTIVATIONS = {"gelu": ops.GELU, "silu": ops.SiLU, "relu": ops.ReLU, "geglu": ops.GEGLU, "swiglu": ops.SwiGLU}
+_GATED = frozenset({"geglu", "swiglu"})
+
+
+def norm_op(kind: str, epsilon: float, *, name: str, caller: str):
+    """The norm op called ``kind``. Raises ValueError naming ``caller`` if there is none."""
+    _check_known(caller, "norm", kind, _NORMS)
+    return _NORMS[kind](epsilon=epsilon, name=name)
+
+
+def activation_op(kind: str, *, caller: str):
+    """The activation op called ``kind``. Raises ValueError naming ``caller`` if there is none."""
+    _check_known(caller, "activation", kind, _ACTIVATIONS)
+    return _ACTIVATIONS[kind]()
+
+
+def is_gated(activation: str) -> bool:
+    """Whether the activation halves its input: act(x[..., :F]) * x[..., F:]."""
+    return activation in _GATED
+
+
+def _check_known(caller: str, argument: str, kind: str, known: dict) -> None:
+    if kind not in known:
+        raise ValueError(f"{caller}: {argument}: expected one of {sorted(known)}, got {kind!r}")

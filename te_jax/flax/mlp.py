@@ -1,0 +1,82 @@
+"""LayerNormMLP: norm, fc1, activation, fc2 and the residual as one op chain."""
+
+from __future__ import annotations
+
+import jax
+from flax import linen as nn
+from flax.typing import Initializer
+from jax import Array
+
+from te_jax import ops
+from te_jax.flax.dense import default_bias_init, default_kernel_init
+from te_jax.flax.layers import activation_op, is_gated, norm_op
+from te_jax.fusion.plan import FusionPlan
+from te_jax.sequential import ChainModule
+
+
+class LayerNormMLP(ChainModule, kw_only=False):
+    """y [*lead, features] = fc2(activation(fc1(norm(x [*lead, K])))) [+ x].
+
+    One chain, so that with a recipe the norm and the activation write the FP8 inputs of fc1 and fc2, and fc2's GEMM
+    adds the residual. Parameters: ``mlp_norm/{scale[, bias]}``, ``fc1/{kernel[, bias]}``, ``fc2/{kernel[, bias]}``;
+    fc1's kernel is [K, hidden_features], [K, 2 * hidden_features] for a gated activation (gate first).
+
+    Attributes:
+      features: output features; with ``residual`` equal to K.
+      hidden_features: features between fc1 and fc2, after a gated activation.
+      activation: "gelu", "silu", "relu", "geglu" or "swiglu".
+      use_bias: whether fc1 and fc2 add biases.
+      norm: "rmsnorm" or "layernorm".
+      epsilon: added to the mean square (variance) before the root.
+      dropout_rate: of dropout on fc2's output; needs the "dropout" random stream when not deterministic.
+      residual: whether x is added to the output.
+      kernel_init, bias_init: initialisers of fc1 and fc2.
+      recipe, dtype, param_dtype: as in ``Dense``.
+
+    Raises:
+      ValueError: unknown norm or activation, or a residual whose width isn't ``features``.
+    """
+
+    features: int
+    hidden_features: int
+    activation: str = "swiglu"
+    use_bias: bool = False
+    norm: str = "rmsnorm"
+    epsilon: float = 1e-6
+    dropout_rate: float = 0.0
+    residual: bool = False
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = default_bias_init
+
+    def chain(self):
+        activation = activation_op(self.activation, caller="LayerNormMLP")
+        fc1_features = self.hidden_features * (2 if is_gated(self.activation) else 1)
+        return (
+            norm_op(self.norm, self.epsilon, name="mlp_norm", caller="LayerNormMLP"),
+            self._linear(fc1_features, "fc1"),
+            activation,
+            self._linear(self.features, "fc2"),
+            *((ops.Dropout(self.dropout_rate),) if self.dropout_rate else ()),
+            *((ops.AddExtraInput(),) if self.residual else ()),
+        )
+
+    @nn.compact
+    def __call__(self, x: Array, *, deterministic: bool = True) -> Array:
+        """x [*lead, K] -> [*lead, features], in ``dtype``."""
+        if not self.residual:
+            return super().__call__(x, deterministic=deterministic)
+        if x.shape[-1] != self.features:
+            raise ValueError(
+                f"LayerNormMLP: residual=True needs features == x.shape[-1], got features={self.features}, x {x.shape}"
+            )
+        return super().__call__(x, x, deterministic=deterministic)
+
+    def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> FusionPlan:
+        """The chain's plan for x [*lead, K]; options as those of ``Sequential.plan``."""
+        return super().plan(x, *((x,) if self.residual else ()), **options)
+
+    @nn.nowrap
+    def _linear(self, features: int, name: str):
+        return ops.Linear(
+            features, use_bias=self.use_bias, kernel_init=self.kernel_init, bias_init=self.bias_init, name=name
+        )

@@ -1,0 +1,117 @@
+"""TransformerLayer: pre-norm attention and MLP, with the residuals inside the chains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.typing import Dtype, Initializer
+from jax import Array
+
+from te_jax.flax.attention import MultiHeadAttention
+from te_jax.flax.dense import default_bias_init, default_kernel_init
+from te_jax.flax.mlp import LayerNormMLP
+from te_jax.fusion.plan import FusionPlan
+from te_jax.recipe import Recipe
+
+
+class TransformerLayer(nn.Module):
+    """h = x + attn(norm(x)); y = h + mlp(norm(h)), for x [B, T, C] or [T, C].
+
+    Both residual adds are the last op of a chain, so the GEMM before them accumulates into the residual. Children:
+    ``attn`` (MultiHeadAttention) and ``mlp`` (LayerNormMLP). Works in ``nn.scan`` over layers with
+    ``variable_axes={"params": 0, "_overwrite_with_gradient": 0}`` and in ``nn.remat``.
+
+    Attributes:
+      num_heads: query heads.
+      hidden_features: the MLP's features between fc1 and fc2.
+      num_kv_heads: key and value heads; None: num_heads.
+      head_dim: None: C / num_heads.
+      activation: "gelu", "silu", "relu", "geglu" or "swiglu".
+      norm: "rmsnorm" or "layernorm".
+      epsilon: of the norms.
+      use_bias: whether the linears add biases.
+      causal: whether position t attends to positions <= t only.
+      rope: whether queries and keys are rotated by their positions.
+      rope_base: base of the rotary wavelengths.
+      dropout_rate: of dropout before each residual add; needs the "dropout" random stream when not deterministic.
+      attention_implementation: as in ``MultiHeadAttention``.
+      kernel_init, bias_init: initialisers of all linears.
+      recipe, dtype, param_dtype: as in ``Dense``.
+
+    Raises:
+      ValueError: as ``MultiHeadAttention`` and ``LayerNormMLP``.
+    """
+
+    num_heads: int
+    hidden_features: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    activation: str = "swiglu"
+    norm: str = "rmsnorm"
+    epsilon: float = 1e-6
+    use_bias: bool = False
+    causal: bool = True
+    rope: bool = True
+    rope_base: float = 10000.0
+    dropout_rate: float = 0.0
+    attention_implementation: str | None = None
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = default_bias_init
+    recipe: Recipe | None = None
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array, *, positions: Array | None = None, deterministic: bool = True) -> Array:
+        """x [B, T, C] or [T, C], positions [B, T] or [T] (default 0..T-1) -> the shape of x, in ``dtype``."""
+        h = self._attention(name="attn")(x, positions=positions, deterministic=deterministic)
+        return self._mlp(x.shape[-1], name="mlp")(h, deterministic=deterministic)
+
+    def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> dict[str, FusionPlan]:
+        """The plans of the layer's three chains for x [B, T, C] or [T, C]; options as those of ``Sequential.plan``."""
+        attn = self._attention(parent=None).plan(x, **options)
+        mlp = self._mlp(x.shape[-1], parent=None).plan(x, **options)
+        return {"attn/qkv": attn["qkv"], "attn/proj": attn["proj"], "mlp": mlp}
+
+    @nn.nowrap
+    def _attention(self, **kwargs) -> MultiHeadAttention:
+        return MultiHeadAttention(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            causal=self.causal,
+            rope=self.rope,
+            rope_base=self.rope_base,
+            attention_implementation=self.attention_implementation,
+            **self._shared(),
+            **kwargs,
+        )
+
+    @nn.nowrap
+    def _mlp(self, features: int, **kwargs) -> LayerNormMLP:
+        return LayerNormMLP(
+            features=features,
+            hidden_features=self.hidden_features,
+            activation=self.activation,
+            **self._shared(),
+            **kwargs,
+        )
+
+    @nn.nowrap
+    def _shared(self) -> dict[str, Any]:
+        """The arguments that both children take."""
+        return dict(
+            norm=self.norm,
+            epsilon=self.epsilon,
+            use_bias=self.use_bias,
+            dropout_rate=self.dropout_rate,
+            residual=True,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            recipe=self.recipe,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+        )

@@ -1,0 +1,99 @@
+"""QTensor: a quantized tensor as a pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from te_jax import errors
+from te_jax.quant.block_reference import BLOCK_1X128, BLOCK_128X128, dequantize_block, scale_shape
+from te_jax.quant.format import format_of
+
+BLOCKS = {"block_1x128": BLOCK_1X128, "block_128x128": BLOCK_128X128}
+SCALINGS = ("tensor", *BLOCKS)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QTensor:
+    """An FP8 tensor [*lead, C] with the scales that give back its values: x ~ float32(data) * scale_inv.
+
+    At least one of `data` and `data_t` is there. They hold the same values in per-tensor scaling; in block scaling
+    each is quantized in blocks along its own last dimensions.
+
+    Attributes:
+      data: FP8 [*lead, C], or None.
+      data_t: FP8 [C, *lead], or None: the copy that a GEMM contracting over lead reads.
+      scale_inv: f32[] for "tensor"; for blocks the scales of `data` (shapes in `te_jax.quant.block_reference`).
+      scale_inv_t: the scales of `data_t`, only in block scaling.
+      format: "e4m3" or "e5m2".
+      scaling: "tensor", "block_1x128" or "block_128x128".
+      dtype: name of the dtype that was quantized, which `dequantize` returns.
+    """
+
+    data: jax.Array | None = None
+    data_t: jax.Array | None = None
+    scale_inv: jax.Array | None = None
+    scale_inv_t: jax.Array | None = None
+    format: str = dataclasses.field(default="e4m3", metadata={"static": True})
+    scaling: str = dataclasses.field(default="tensor", metadata={"static": True})
+    dtype: str = dataclasses.field(default="bfloat16", metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[*lead, C]."""
+        if self.data is not None:
+            return tuple(self.data.shape)
+        if self.data_t is not None:
+            return (*self.data_t.shape[1:], self.data_t.shape[0])
+        raise ValueError(errors.message("QTensor", "data", "data or data_t", "neither"))
+
+    def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+        """The values, [*lead, C], in `dtype` (default: the dtype that was quantized)."""
+        self.check()
+        dtype = jnp.dtype(dtype or self.dtype)
+        if self.scaling == "tensor":
+            data = self.data if self.data is not None else jnp.moveaxis(self.data_t, 0, -1)
+            return (data.astype(jnp.float32) * self.scale_inv).astype(dtype)
+        block = BLOCKS[self.scaling]
+        if self.data is not None:
+            return dequantize_block(self.data, self.scale_inv, block, dtype)
+        flat = dequantize_block(self._flat_t(), self.scale_inv_t, block, dtype)
+        return flat.T.reshape(self.shape)
+
+    def check(self) -> None:
+        """Raises unless dtypes and shapes are those that the class promises.
+
+        Not called on construction: a pytree's leaves may be anything while JAX transforms it.
+        """
+        op = "QTensor"
+        fmt = format_of(self.format)
+        errors.check_value(self.scaling in SCALINGS, op, "scaling", f"one of {SCALINGS}", repr(self.scaling))
+        shape = self.shape
+        for name in ("data", "data_t"):
+            value = getattr(self, name)
+            dtype = fmt.dtype if value is None else value.dtype
+            errors.check_type(dtype == fmt.dtype, op, name, fmt.dtype, dtype)
+        if self.data is not None and self.data_t is not None:
+            expected = (shape[-1], *shape[:-1])
+            errors.check_value(self.data_t.shape == expected, op, "data_t", expected, self.data_t.shape)
+        if self.scaling == "tensor":
+            self._check_scale("scale_inv", ())
+            return
+        if self.data is not None:
+            self._check_scale("scale_inv", scale_shape(shape, BLOCKS[self.scaling]))
+        if self.data_t is not None:
+            self._check_scale("scale_inv_t", scale_shape(self._flat_t().shape, BLOCKS[self.scaling]))
+
+    def _check_scale(self, name: str, shape: tuple[int, ...]) -> None:
+        value = getattr(self, name)
+        got = "None" if value is None else f"{value.dtype}{list(value.shape)}"
+        ok = value is not None and value.dtype == np.float32 and value.shape == shape
+        errors.check_value(ok, "QTensor", name, f"float32{list(shape)}", got)
+
+    def _flat_t(self) -> jax.Array:
+        """[C, prod(lead)]: 1x128 blocks of the transposed copy run along the flattened leading dimensions."""
+        return self.data_t.reshape(self.data_t.shape[0], -1)

@@ -1,0 +1,73 @@
+"""Independent references in fp64 NumPy and ml_dtypes: nothing here is shared with the library's own code."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+
+
+def scale_from_amax(amax: float, fp8_max: float, margin: int = 0, power_of_two: bool = False) -> float:
+    """The scale of an amax, each step rounded to fp32 as the definition says."""
+    if not (0 < amax < math.inf):
+        return 1.0
+    with np.errstate(over="ignore"):
+        scale = float(np.float32(fp8_max) / np.float32(amax)) * 2.0**-margin
+    scale = min(scale, 2.0**126)
+    return 2.0 ** math.floor(math.log2(scale)) if power_of_two else scale
+
+
+def cast(y: np.ndarray, scale: float, format: str) -> np.ndarray:
+    """FP8 codes (uint8) of y * scale: saturated, ties to even; 0x7f where y is not finite or the scale is NaN."""
+    y = y.astype(np.float32)
+    with np.errstate(all="ignore"):
+        scaled = y * np.float32(scale)
+        codes = np.clip(scaled, -MAX[format], MAX[format]).astype(DTYPES[format]).view(np.uint8)
+    return np.where(np.isfinite(y) & ~np.isnan(scaled), codes, np.uint8(0x7F))
+
+
+def codes(x) -> np.ndarray:
+    """The bytes of an FP8 array."""
+    return np.asarray(x).view(np.uint8)
+
+
+def f64(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def norm(x, gamma, beta=None, *, epsilon: float, layernorm: bool, zero_centered: bool = False):
+    """(y, mean, rstd) in fp64."""
+    x, gamma = f64(x), f64(gamma) + zero_centered
+    mean = x.mean(-1, keepdims=True) if layernorm else np.zeros_like(x[..., :1])
+    rstd = 1 / np.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + epsilon)
+    y = (x - mean) * rstd * gamma + (0 if beta is None else f64(beta))
+    return y, mean[..., 0], rstd[..., 0]
+
+
+def activation(kind: str, x) -> np.ndarray:
+    """act(x) in fp64; GELU is the tanh approximation."""
+    x = f64(x)
+    if kind in ("swiglu", "geglu"):
+        act, gate = np.split(x, 2, axis=-1)
+        return activation({"swiglu": "silu", "geglu": "gelu"}[kind], act) * gate
+    if kind == "relu":
+        return np.maximum(x, 0)
+    if kind == "silu":
+        return x / (1 + np.exp(-x))
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def activation_grad(kind: str, dy, x, step: float = 1e-6) -> np.ndarray:
+    """The cotangent of x in fp64, by central differences."""
+    x, dy = f64(x), f64(dy)
+    if kind in ("swiglu", "geglu"):
+        plain = {"swiglu": "silu", "geglu": "gelu"}[kind]
+        act, gate = np.split(x, 2, axis=-1)
+        return np.concatenate([activation_grad(plain, dy * gate, act), dy * activation(plain, act)], axis=-1)
+    if kind == "relu":
+        return dy * (x > 0)
+    return dy * (activation(kind, x + step) - activation(kind, x - step)) / (2 * step)

@@ -1,0 +1,198 @@
+"""LayerNormMLP, MultiHeadAttention and TransformerLayer: values, gradients, causality, scan and remat."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import te_jax as te
+from te_jax.testing import modules as references
+
+KEY = jax.random.key(11)
+SCAN_AXES = {"params": 0, te.state.COLLECTION: 0}
+
+
+def random(*shape):
+    return jax.random.normal(jax.random.key(sum(shape)), shape)
+
+
+def assert_close(got, want, rtol=2e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max()), got, want)
+
+
+@pytest.mark.parametrize("activation", sorted(references.ACTIVATIONS))
+@pytest.mark.parametrize("residual", [True, False])
+def test_mlp(activation, residual):
+    x = random(2, 5, 24)
+    module = te.flax.LayerNormMLP(24, 32, activation=activation, residual=residual, use_bias=True, norm="layernorm")
+    params = module.init(KEY, x)["params"]
+    assert set(params) == {"mlp_norm", "fc1", "fc2"}
+
+    def want(params, x):
+        return references.mlp(params, x, activation) + (x if residual else 0)
+
+    assert_close(module.apply({"params": params}, x), want(params, x))
+    cotangent = random(2, 5, 24)
+    got_grads = jax.grad(lambda p, x: (module.apply({"params": p}, x) * cotangent).sum(), (0, 1))(params, x)
+    assert_close(got_grads, jax.grad(lambda p, x: (want(p, x) * cotangent).sum(), (0, 1))(params, x), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("causal, rope", [(True, True), (False, False), (True, False)])
+def test_attention(kv_heads, causal, rope):
+    x = random(2, 6, 32)
+    module = te.flax.MultiHeadAttention(4, kv_heads, causal=causal, rope=rope, norm="rmsnorm", use_bias=True)
+    variables = module.init(KEY, x)
+    want = [
+        references.attention(variables["params"], row, 4, kv_heads, 8, causal=causal, rope=rope) for row in x
+    ]
+    assert_close(module.apply(variables, x), jnp.stack(want), rtol=1e-4)
+    assert_close(module.apply(variables, x[0]), want[0], rtol=1e-4)  # [T, C]
+
+
+def test_attention_without_norm_and_with_head_dim():
+    x = random(1, 6, 20)
+    module = te.flax.MultiHeadAttention(3, head_dim=16, residual=True)
+    variables = module.init(KEY, x)
+    assert set(variables["params"]["qkv"]) == {"qkv_linear"}
+    want = x[0] + references.attention(variables["params"], x[0], 3, 3, 16, causal=False, rope=False)
+    assert_close(module.apply(variables, x)[0], want, rtol=1e-4)
+
+
+def test_rotary_depends_on_distance_only():
+    q, k = random(1, 1, 16), random(1, 1, 16) + 1
+
+    def score(i, j):
+        at = lambda x, p: te.flax.apply_rotary(x, jnp.asarray([p]))[0, 0]  # noqa: E731
+        return at(q, i) @ at(k, j)
+
+    np.testing.assert_allclose(score(3, 1), score(103, 101), rtol=1e-4)
+    assert abs(score(3, 1) - score(3, 2)) > 1e-3
+
+
+def test_positions_shift():
+    """Rotary attention sees relative positions: shifting them all changes nothing, spreading them does."""
+    x = random(2, 6, 32)
+    module = te.flax.MultiHeadAttention(4, causal=True, rope=True)
+    variables = module.init(KEY, x)
+    y = module.apply(variables, x)
+    assert_close(module.apply(variables, x, positions=jnp.arange(6) + 50), y, rtol=1e-4)
+    spread = module.apply(variables, x, positions=jnp.arange(6) * 3)
+    assert np.abs(spread - y).max() > 1e-3
+
+
+@pytest.mark.parametrize("recipe", [None, te.CurrentScaling()])
+def test_future_tokens_do_not_change_past_outputs(recipe):
+    """With current scaling the tensor's scale may, so there the later tokens are permuted: same amax."""
+    x = random(16, 32)
+    layer = te.flax.TransformerLayer(4, 64, recipe=recipe)
+    variables = layer.init(KEY, x)
+    other = x.at[9:].set(x[9:][::-1])
+    y, z = layer.apply(variables, x), layer.apply(variables, other)
+    if recipe is None:
+        np.testing.assert_array_equal(y[:9], z[:9])
+    assert np.abs(y[9:] - z[9:]).max() > 0.1
+    backwards = te.flax.TransformerLayer(4, 64, causal=False)
+    assert np.abs(backwards.apply(variables, x)[:9] - backwards.apply(variables, other)[:9]).max() > 1e-4
+
+
+def test_layer_is_attention_then_mlp():
+    x = random(2, 6, 32)
+    layer = te.flax.TransformerLayer(4, 64, num_kv_heads=2, activation="geglu", norm="layernorm", use_bias=True)
+    params = layer.init(KEY, x)["params"]
+    for row, got in zip(x, layer.apply({"params": params}, x), strict=True):
+        h = row + references.attention(params["attn"], row, 4, 2, 8, causal=True, rope=True)
+        assert_close(got, h + references.mlp(params["mlp"], h, "geglu"), rtol=1e-4)
+
+
+def test_layer_plan_names_its_chains():
+    plans = te.flax.TransformerLayer(4, 64, recipe=te.CurrentScaling()).plan(random(2, 8, 32))
+    assert list(plans) == ["attn/qkv", "attn/proj", "mlp"]
+    assert "SwiGLU" in str(plans["mlp"])
+
+
+def test_dropout_needs_and_uses_its_random_stream():
+    x = random(2, 6, 32)
+    layer = te.flax.TransformerLayer(4, 64, dropout_rate=0.5)
+    variables = layer.init(KEY, x)
+    y = layer.apply(variables, x)
+    drop = [layer.apply(variables, x, deterministic=False, rngs={"dropout": jax.random.key(k)}) for k in (0, 0, 1)]
+    np.testing.assert_array_equal(drop[0], drop[1])
+    assert np.abs(drop[0] - drop[2]).max() > 0.1
+    assert np.abs(drop[0] - y).max() > 0.1
+    with pytest.raises(Exception, match="dropout"):
+        layer.apply(variables, x, deterministic=False)
+
+
+class ScanLayer(te.flax.TransformerLayer):
+    @nn.compact
+    def __call__(self, x, _):
+        return super().__call__(x), None
+
+
+@pytest.mark.parametrize("recipe", [None, te.DelayedScaling(amax_history_len=4), te.CurrentScaling()])
+@pytest.mark.parametrize("remat", [False, True])
+def test_scan_over_layers_is_the_unrolled_loop(recipe, remat):
+    """Outputs, gradients and each layer's FP8 state, in the second step, when the state is no longer empty."""
+    layers, x = 3, random(2, 16, 32)
+    config = dict(num_heads=4, hidden_features=64, recipe=recipe)
+    body = nn.remat(ScanLayer, prevent_cse=False) if remat else ScanLayer
+    scanned = nn.scan(body, length=layers, variable_axes=SCAN_AXES, split_rngs={"params": True})(**config)
+    single = te.flax.TransformerLayer(**config)
+
+    def scan_loss(params, state):
+        y, _ = scanned.apply(te.state.merge({"params": params}, state), x, None)
+        return (y**2).sum(), y
+
+    def loop_loss(params, state):
+        h = x
+        for i in range(layers):
+            params_i, state_i = jax.tree.map(lambda leaf: leaf[i], (params, state))
+            h = single.apply(te.state.merge({"params": params_i}, state_i), h)
+        return (h**2).sum(), h
+
+    rest, state = te.state.split(scanned.init(KEY, x, None))
+    for step in range(2):
+        results = [
+            jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(rest["params"], state)
+            for loss in (scan_loss, loop_loss)
+        ]
+        ((_, y), (grads, new_state)), ((_, y_loop), (grads_loop, new_state_loop)) = results
+        assert_close(y, y_loop, rtol=1e-4)
+        assert_close(grads, grads_loop, rtol=1e-3)
+        assert_close(new_state, new_state_loop, rtol=1e-4)
+        state = te.state.apply(state, new_state)
+    if isinstance(recipe, te.DelayedScaling):
+        te.state.check(te.state.split(scanned.init(KEY, x, None))[1], jax.tree.map(np.asarray, new_state))
+
+
+@pytest.mark.parametrize(
+    "config, x_shape, message",
+    [
+        (dict(num_heads=4, num_kv_heads=3), (2, 6, 32), "num_kv_heads: expected a divisor of num_heads=4, got 3"),
+        (dict(num_heads=5), (2, 6, 32), "num_heads: expected a divisor of x.shape"),
+        (dict(num_heads=4), (2, 2, 6, 32), r"x: expected \[B, T, C\] or \[T, C\], got shape \(2, 2, 6, 32\)"),
+        (dict(num_heads=4, head_dim=7, rope=True), (6, 32), "head_dim: expected an even number"),
+        (dict(num_heads=4, norm="none"), (6, 32), "norm: expected one of"),
+        (dict(num_heads=4, attention_implementation="flash"), (6, 32), "attention_implementation: expected None"),
+    ],
+)
+def test_attention_errors(config, x_shape, message):
+    with pytest.raises(ValueError, match="MultiHeadAttention: " + message):
+        te.flax.MultiHeadAttention(**config).init(KEY, random(*x_shape))
+
+
+def test_mlp_errors():
+    with pytest.raises(ValueError, match="LayerNormMLP: activation: expected one of .*, got 'tanh'"):
+        te.flax.LayerNormMLP(32, 64, activation="tanh").init(KEY, random(4, 32))
+    with pytest.raises(ValueError, match="LayerNormMLP: residual=True needs features == x.shape"):
+        te.flax.LayerNormMLP(48, 64, residual=True).init(KEY, random(4, 32))
+
+
+def test_no_dots_in_names():
+    x = random(2, 16, 32)
+    variables = te.flax.TransformerLayer(4, 64, recipe=te.DelayedScaling(amax_history_len=2)).init(KEY, x)
+    names = {key.key for path, _ in jax.tree.leaves_with_path(variables) for key in path}
+    assert not [name for name in names if "." in name]
+    assert te.state.COLLECTION in variables

@@ -1,0 +1,114 @@
+"""For every fusion rule: the chain that its pattern describes, with the rule and without any, values and gradients."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import te_jax as te
+from te_jax import ops
+from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
+
+BF16 = jnp.bfloat16
+# Even and odd multiples of 16: tokens, features.
+APPLIES = {
+    "delayed": (te.DelayedScaling(amax_history_len=3), (2, 32), 64),
+    # Powers of two: one bfloat16 rounding more or less of the largest element must not move the whole scale.
+    "current": (te.CurrentScaling(power_of_two=True), (48,), 48),
+}
+REFUSES = {
+    "none": (None, (32,), 32),
+    "block": (te.BlockScaling(), (32,), 32),
+    "odd tokens": (te.CurrentScaling(), (3, 5), 32),
+    "odd features": (te.CurrentScaling(), (32,), 24),
+}
+
+
+def make_op(kind, features):
+    if kind is ops.BasicLinear:
+        return ops.Linear(features, use_bias=False)
+    if kind is ops.Bias:
+        return ops.Bias(jax.nn.initializers.normal(1.0))
+    return kind()
+
+
+def chains_of(rule):
+    """Every way to fill the rule's slots: optional ones there or not, each kind in its turn."""
+    choices = [[*slot.kinds, *([None] if slot.optional else [])] for slot in rule.pattern]
+    return [tuple(kind for kind in kinds if kind is not None) for kinds in itertools.product(*choices)]
+
+
+CASES = [
+    pytest.param(rule, kinds, backward, id=f"{rule.name}:{'-'.join(k.__name__ for k in kinds)}")
+    for rules, backward in ((FORWARD_RULES, False), (BACKWARD_RULES, True))
+    for rule in rules
+    for kinds in chains_of(rule)
+]
+
+
+def build(rule, kinds, backward, recipe, lead, features, *, fused):
+    """(module, x, extra inputs): the chain with this rule alone, or with none."""
+    rules = (rule,) if fused else ()
+    module = te.Sequential(
+        [make_op(kind, features) for kind in kinds],
+        recipe=recipe,
+        dtype=BF16,
+        forward_rules=() if backward else rules,
+        backward_rules=rules if backward else (),
+    )
+    x = jax.random.normal(jax.random.key(0), (*lead, 2 * features), BF16)
+    extras = [jax.random.normal(jax.random.key(3), (*lead, features), BF16) for k in kinds if k is ops.AddExtraInput]
+    return module, x, extras
+
+
+def gradients(module, variables, x, extras):
+    weights = jax.random.normal(jax.random.key(2), jax.eval_shape(module.apply, variables, x, *extras).shape)
+
+    def loss(variables, x, extras):
+        y = module.apply(variables, x, *extras)
+        return jnp.sum(y.astype(jnp.float32) * weights), y
+
+    # XLA may otherwise skip roundings to bfloat16 between steps that it sees through, but not before a custom call.
+    options = {"xla_allow_excess_precision": False}
+    grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True), compiler_options=options)
+    (_, y), grads = grad(variables, x, extras)
+    return {"y": y, "grads": grads}
+
+
+def step_names(module, x, extras):
+    plan = module.plan(x, *extras)
+    return [(step.ops, step.name) for step in (*plan.forward, *plan.backward)]
+
+
+def assert_close(got, want, path):
+    """Two roundings to bfloat16 apart at the most (one of the product, one of the sum), relative to the norm."""
+    assert got.dtype == want.dtype
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+    assert error <= 2 * float(jnp.finfo(BF16).eps), (path, error)
+
+
+@pytest.mark.parametrize("case", APPLIES)
+@pytest.mark.parametrize(("rule", "kinds", "backward"), CASES)
+def test_rule_applies(rule, kinds, backward, case):
+    fused, x, extras = build(rule, kinds, backward, *APPLIES[case], fused=True)
+    unfused, _, _ = build(rule, kinds, backward, *APPLIES[case], fused=False)
+    variables = unfused.init(jax.random.key(1), x, *extras)
+    # A linear alone has nothing to fuse with, and that is all that this rule has to say about it.
+    assert (step_names(fused, x, extras) != step_names(unfused, x, extras)) == (len(kinds) > 1)
+    # One step first, so that delayed scaling has scales, the same for both.
+    rest, new_state = variables, gradients(unfused, variables, x, extras)["grads"][0]
+    variables = te.state.merge(te.state.split(rest)[0], te.state.split(new_state)[1])
+    got, want = gradients(fused, variables, x, extras), gradients(unfused, variables, x, extras)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert_close(a, b, jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("case", REFUSES)
+@pytest.mark.parametrize(("rule", "kinds", "backward"), CASES)
+def test_rule_refuses(rule, kinds, backward, case):
+    fused, x, extras = build(rule, kinds, backward, *REFUSES[case], fused=True)
+    unfused, _, _ = build(rule, kinds, backward, *REFUSES[case], fused=False)
+    assert step_names(fused, x, extras) == step_names(unfused, x, extras)

@@ -1,0 +1,124 @@
+"""Programs lowered for CUDA on a machine without it: targets, attributes, operand order, aliases."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from te_jax import primitives
+from te_jax.primitives import (
+    ActivationGradSpec,
+    ActivationSpec,
+    DequantizeSpec,
+    GemmSpec,
+    NormSpec,
+    QuantizeSpec,
+)
+from te_jax.testing import hlo
+
+BF16, F32, E4M3 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
+
+
+def shape(*dims, dtype=BF16):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+SCALAR = shape(dtype=F32)
+
+
+def cuda_text(function, *operands) -> str:
+    return jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def the_call(text: str) -> str:
+    (line,) = [line for line in text.splitlines() if "@te_jax_" in line]
+    return line
+
+
+CASES = {
+    "quantize": (
+        lambda x, s: primitives.quantize(x, s, QuantizeSpec(format="e4m3", data_t=True, amax=True)),
+        (shape(2, 16, 32), SCALAR),
+        "(tensor<2x16x32xbf16>, tensor<f32>) -> (tensor<2x16x32xf8E4M3FN>, tensor<32x2x16xf8E4M3FN>, "
+        "tensor<f32>, tensor<f32>, tensor<f32>)",
+    ),
+    "dequantize": (
+        lambda x, s: primitives.dequantize(x, s, DequantizeSpec()),
+        (shape(16, 32, dtype=E4M3), SCALAR),
+        "(tensor<16x32xf8E4M3FN>, tensor<f32>) -> tensor<16x32xbf16>",
+    ),
+    "norm": (
+        lambda x, g, b, s: primitives.norm(x, g, b, s, NormSpec(format="e4m3", kind="layernorm", stats=True)),
+        (shape(16, 32), shape(32, dtype=F32), shape(32, dtype=F32), SCALAR),
+        "(tensor<16x32xbf16>, tensor<32xf32>, tensor<32xf32>, tensor<f32>) -> "
+        "(tensor<16x32xf8E4M3FN>, tensor<f32>, tensor<f32>, tensor<16xf32>, tensor<16xf32>)",
+    ),
+    "activation": (
+        lambda x, s: primitives.activation(x, s, ActivationSpec(format="e4m3", kind="swiglu", hp=True)),
+        (shape(16, 64), SCALAR),
+        "(tensor<16x64xbf16>, tensor<f32>) -> (tensor<16x32xbf16>, tensor<16x32xf8E4M3FN>, tensor<f32>, tensor<f32>)",
+    ),
+    "activation_grad": (
+        lambda dy, x, s: primitives.activation_grad(dy, x, s, ActivationGradSpec(format="e5m2", kind="geglu", dbias=True)),
+        (shape(16, 32), shape(16, 64), SCALAR),
+        "(tensor<16x32xbf16>, tensor<16x64xbf16>, tensor<f32>) -> "
+        "(tensor<16x64xf8E5M2>, tensor<f32>, tensor<f32>, tensor<64xf32>)",
+    ),
+    "gemm": (
+        lambda a, b, s, t, bias, c: primitives.gemm(
+            a, b, GemmSpec(bias=True, beta=1.0, in_place=True), lhs_scale_inv=s, rhs_scale_inv=t, bias=bias, c=c
+        ),
+        (shape(2, 16, 32, dtype=E4M3), shape(48, 32, dtype=E4M3), SCALAR, SCALAR, shape(48), shape(2, 16, 48)),
+        "(tensor<2x16x32xf8E4M3FN>, tensor<48x32xf8E4M3FN>, tensor<f32>, tensor<f32>, tensor<48xbf16>, "
+        "tensor<2x16x48xbf16>) -> tensor<2x16x48xbf16>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operands_and_results(name):
+    function, operands, types = CASES[name]
+    text = cuda_text(function, *operands)
+    assert hlo.count_custom_calls(text) == {f"te_jax_{name}": 1}
+    call = the_call(text)
+    assert call.endswith(" : " + types)
+    arguments = ", ".join(f"%arg{i}" for i in range(len(operands)))
+    assert f"@te_jax_{name}({arguments})" in call
+    assert "func.func private" not in text  # nothing between the program and the call
+
+
+def test_the_spec_is_one_dictionary_attribute():
+    text = cuda_text(*CASES["norm"][:1], *CASES["norm"][1])
+    assert (
+        "spec = {amax = false, data = true, data_t = false, dbias = false, epsilon = 9.99999997E-7 : f32, "
+        'format = "e4m3", hp = false, if_unseeded = false, kind = "layernorm", margin = 0 : i64, '
+        "power_of_two = false, stats = true, zero_centered_gamma = false}" in the_call(text)
+    )
+
+
+def test_in_place_aliases_c_with_out():
+    call = the_call(cuda_text(*CASES["gemm"][:1], *CASES["gemm"][1]))
+    assert "output_operand_alias<output_tuple_indices = [], operand_index = 5, operand_tuple_indices = []>" in call
+    function, operands, _ = CASES["quantize"]
+    assert "output_operand_alias" not in the_call(cuda_text(function, *operands))
+
+
+def test_one_trace_serves_several_platforms():
+    function, operands, _ = CASES["quantize"]
+    traced = jax.jit(function).trace(*operands)
+    assert hlo.count_custom_calls(traced.lower(lowering_platforms=("cuda",)).as_text()).total() == 1
+    assert hlo.count_custom_calls(traced.lower(lowering_platforms=("cpu",)).as_text()).total() == 1
+    assert hlo.count_custom_calls(traced.lower(lowering_platforms=("tpu",)).as_text()).total() == 0
+    assert hlo.count_custom_calls(traced.lower(lowering_platforms=("rocm",)).as_text()).total() == 0
+
+
+def test_shapes_without_a_kernel_lower_to_the_reference():
+    function, _, _ = CASES["quantize"]
+    assert hlo.count_custom_calls(cuda_text(function, shape(16, 40), SCALAR)).total() == 0
+
+
+def test_spec_attributes_are_typed_as_in_the_c_structs():
+    attributes = GemmSpec(alpha=2.0).attributes()
+    assert type(attributes["alpha"]) is np.float32
+    assert type(attributes["contract_dims"]) is np.int64
+    assert type(attributes["fp8"]) is bool
