@@ -97,7 +97,7 @@ def why_unquantized(op: BasicLinear, x: TensorType, recipe: Recipe | None) -> st
     if recipe is None:
         return "recipe None"
     if isinstance(recipe, BlockScaling):
-        return None
+        return None if tokens(x) else "tokens: 0"
     # Every one of tokens, K and N is contracted or minor in one of the three GEMMs.
     return primitives.support.why_not_fp8_linear(tokens(x), x.shape[-1], op.features)
 
