@@ -51,6 +51,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq", type=_positive, default=128, help="bytes per sequence")
     parser.add_argument("--batch", type=_positive, default=8, help="sequences per step")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="its peak")
+    parser.add_argument("--data", help="a folder of .py files to train on; default: the standard library")
     parser.add_argument("--remat", action="store_true", help="recompute each layer in the backward pass")
     return parser.parse_args(argv)
 
@@ -62,6 +63,15 @@ class TrainState:
     params: Any
     fp8: Any
     opt_state: Any
+
+    @classmethod
+    def of(cls, variables: dict[str, Any], opt_state: Any) -> TrainState:
+        rest, fp8 = te.state.split(variables)
+        return cls(rest["params"], fp8, opt_state)
+
+    def variables(self) -> dict[str, Any]:
+        """As the model's ``init`` makes them."""
+        return te.state.merge({"params": self.params}, self.fp8)
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
@@ -91,8 +101,7 @@ def make_model(args: argparse.Namespace, recipe: te.Recipe | None) -> LanguageMo
 def init_state(model: LanguageModel, optimizer, seed: int, tokens: jax.Array) -> TrainState:
     """tokens [B, T + 1], for the shapes."""
     variables = jax.jit(model.init)(jax.random.key(seed), tokens[:, :-1])
-    rest, fp8 = te.state.split(variables)
-    return TrainState(params=rest["params"], fp8=fp8, opt_state=optimizer.init(rest["params"]))
+    return TrainState.of(variables, jax.jit(optimizer.init)(variables["params"]))
 
 
 def loss_of(model: LanguageModel, params, fp8, tokens: jax.Array) -> jax.Array:
@@ -126,10 +135,11 @@ def run(args: argparse.Namespace, name: str, recipe: te.Recipe | None, out: path
     """Trains up to --steps, or until a signal, and saves."""
     model, optimizer = make_model(args, recipe), make_optimizer(args)
     state = init_state(model, optimizer, args.seed, corpus.batch(args.seed, 0, args.batch, args.seq))
-    checkpoints = te.checkpoint.Manager(out / "checkpoints")
+    checkpoints = te.checkpoint.Manager(out / "checkpoints", recipe=recipe)
     start = 0
-    if args.resume and (newest := checkpoints.newest()) is not None:
-        start, state = newest, checkpoints.restore(newest, state)
+    if args.resume and checkpoints.latest_step() is not None:
+        start, variables, opt_state, _ = checkpoints.restore(state.variables(), opt_state=state.opt_state)
+        state = TrainState.of(variables, opt_state)
         print(f"{name}: resumed at step {start} from {out}/checkpoints/{start}")
 
     step_fn = jax.jit(lambda state, tokens: train_step(model, optimizer, state, tokens), donate_argnums=0)
@@ -150,7 +160,7 @@ def run(args: argparse.Namespace, name: str, recipe: te.Recipe | None, out: path
                 console.update(step, float(loss))
                 pending.clear()
             if saving:
-                checkpoints.save(step, state)
+                checkpoints.save(step, state.variables(), opt_state=state.opt_state)
     checkpoints.close()
 
     held_out = None if stopping else held_out_loss(model, state, corpus, args)
@@ -214,7 +224,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.compare:
         runs.setdefault("bf16", (None, out / "bf16"))
 
-    corpus = lm_data.load()
+    corpus = lm_data.load(args.data)
     entropy = corpus.unigram_entropy()
     results: dict[str, Result] = {}
     with StopOnSignal() as stop:

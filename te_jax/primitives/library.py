@@ -14,7 +14,7 @@ import importlib.util
 import pathlib
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +25,6 @@ _MODULES = {
     "cpu": ("te_jax._native._te_jax_cpu", "cpu"),
     "cuda": ("te_jax._native._te_jax_cuda", "CUDA"),
 }
-MIN_CUDA_CAPABILITY = (9, 0)
 _lock = threading.RLock()
 _registered: set[str] = set()
 
@@ -58,9 +57,9 @@ def status(platform: str) -> NativeStatus:
             return NativeStatus(available=False, reason="this process has no CUDA backend", path=path)
     found = _load(platform)[0]
     if platform == "cuda" and found.available and has_cuda_backend():
-        capability = str(jax.devices("cuda")[0].compute_capability)
-        if reason := capability_problem(capability):
-            return dataclasses.replace(found, available=False, reason=reason)
+        capabilities = {str(device.compute_capability) for device in jax.devices("cuda")}
+        reason = architecture_problem(found.build_info["architectures"], capabilities)
+        found = dataclasses.replace(found, available=not reason, reason=reason)
     return found
 
 
@@ -83,6 +82,18 @@ def register_cuda_targets() -> NativeStatus:
         raise RuntimeError(f"te_jax: no CUDA custom calls: {found.reason}")
     _register("cuda")
     return found
+
+
+def cublaslt_status() -> Mapping[str, Any]:
+    """The cuBLASLt that the CUDA module uses, loaded if it isn't yet.
+
+    Returns:
+      ``version`` (for example 130100; None if it can't be loaded), ``path``, and ``error``, the reason.
+    """
+    module = _load("cuda")[1]
+    if module is None:
+        return {"version": None, "path": "", "error": status("cuda").reason}
+    return module.cublaslt_status()
 
 
 @functools.cache
@@ -118,12 +129,16 @@ def version_problem(built: tuple[int, int], running: tuple[int, int] | None) -> 
     return ""
 
 
-def capability_problem(capability: str) -> str:
-    """Why a GPU of that compute capability ("9.0") can't run the kernels; "" if it can."""
-    if tuple(int(part) for part in capability.split(".")) >= MIN_CUDA_CAPABILITY:
+def architecture_problem(architectures: Sequence[str], capabilities: Iterable[str]) -> str:
+    """Why GPUs of ``capabilities`` ("9.0", ..) don't run code built for ``architectures`` ("sm_90a", ..); "" if so.
+
+    The suffix a is for features of one architecture: such code runs on no other, newer or older.
+    """
+    built = {f"{name[3:-2]}.{name[-2]}" for name in architectures if name.endswith("a")}
+    missing = sorted(set(capabilities) - built)
+    if not missing:
         return ""
-    needed = ".".join(map(str, MIN_CUDA_CAPABILITY))
-    return f"the GPU has compute capability {capability}, the CUDA module needs {needed} (Hopper) or newer"
+    return f"it is built for {', '.join(architectures)}; a GPU here has compute capability {', '.join(missing)}"
 
 
 def _path(platform: str) -> pathlib.Path | None:
