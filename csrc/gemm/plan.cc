@@ -58,7 +58,7 @@ std::string WhyNot(const GemmDesc& desc) {
   if (IsFP8(desc.lhs)) return WhyNotFP8(desc);
   if (desc.rhs != desc.lhs) return Expected("rhs", Name(desc.lhs), desc.rhs);
   if (desc.out != desc.lhs && desc.out != DType::kF32) {
-    return Expected("out", std::string(Name(desc.lhs)) + " or float32", desc.out);
+    return Expected("out", desc.lhs == DType::kF32 ? "float32" : std::string(Name(desc.lhs)) + " or float32", desc.out);
   }
   if (desc.has_bias && desc.bias_dtype != desc.out) return Expected("bias", Name(desc.out), desc.bias_dtype);
   return "";

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) NormStatsKernel(NormLoader<T, kLayer
 
   // f(col, x) for every chunk of the row that belongs to this lane.
   const auto for_each_chunk = [&](int64_t row, auto&& f) {
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t col = lane * kChunk; col < cols; col += kWarp * kChunk) {
       Chunk<T, kChunk> x;
       x.Load(loader.x + row * cols + col);

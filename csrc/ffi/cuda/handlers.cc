@@ -25,9 +25,26 @@ namespace ffi = xla::ffi;
 
 constexpr size_t kScratchAlignment = 16;  // XLA refuses more; cuBLASLt and the kernels need no more
 
+template <typename Spec>
+constexpr char kOp[] = "te_jax";
+template <>
+constexpr char kOp<QuantizeSpec>[] = "te_jax quantize";
+template <>
+constexpr char kOp<DequantizeSpec>[] = "te_jax dequantize";
+template <>
+constexpr char kOp<NormSpec>[] = "te_jax norm";
+template <>
+constexpr char kOp<ActivationSpec>[] = "te_jax activation";
+template <>
+constexpr char kOp<ActivationGradSpec>[] = "te_jax activation_grad";
+template <>
+constexpr char kOp<GemmSpec>[] = "te_jax gemm";
+
 ffi::Error FromCuda(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kInternal, std::string(op) + ": " + cudaGetErrorString(error));
+  const bool other_gpu = error == cudaErrorNoKernelImageForDevice;
+  return ffi::Error(other_gpu ? ffi::ErrorCode::kUnimplemented : ffi::ErrorCode::kInternal,
+                    std::string(op) + ": " + cudaGetErrorString(error) + (other_gpu ? " (it needs compute capability 9.0)" : ""));
 }
 
 ffi::Error NoScratch(const char* op, size_t bytes) {
@@ -43,14 +60,14 @@ ffi::Error HandlePass(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::R
   if (decoded.has_error()) return decoded.error();
   const size_t bytes = kBytes(*decoded);
   const std::optional<void*> workspace = scratch.Allocate(bytes, kScratchAlignment);
-  if (!workspace.has_value()) return NoScratch("te_jax", bytes);
-  return FromCuda("te_jax", kLaunch(*decoded, *workspace, stream));
+  if (!workspace.has_value()) return NoScratch(kOp<Spec>, bytes);
+  return FromCuda(kOp<Spec>, kLaunch(*decoded, *workspace, stream));
 }
 
 ffi::Error HandleDequantize(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, DequantizeSpec spec) {
   const auto decoded = DecodeDequantize(args, rets, spec);
   if (decoded.has_error()) return decoded.error();
-  return FromCuda("te_jax dequantize", kernels::LaunchDequantize(*decoded, stream));
+  return FromCuda(kOp<DequantizeSpec>, kernels::LaunchDequantize(*decoded, stream));
 }
 
 ffi::Error HandleGemm(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -58,11 +75,11 @@ ffi::Error HandleGemm(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::R
   const auto decoded = DecodeGemm(args, rets, spec);
   if (decoded.has_error()) return decoded.error();
   const std::optional<void*> workspace = scratch.Allocate(gemm::kWorkspaceBytes, kScratchAlignment);
-  if (!workspace.has_value()) return NoScratch("te_jax gemm", gemm::kWorkspaceBytes);
+  if (!workspace.has_value()) return NoScratch(kOp<GemmSpec>, gemm::kWorkspaceBytes);
   const gemm::Status status = gemm::Launch(*decoded, *workspace, stream);
   if (status.code == gemm::Status::kOk) return ffi::Error::Success();
   const auto code = status.code == gemm::Status::kUnsupported ? ffi::ErrorCode::kUnimplemented : ffi::ErrorCode::kInternal;
-  return ffi::Error(code, "te_jax gemm: " + status.message);
+  return ffi::Error(code, std::string(kOp<GemmSpec>) + ": " + status.message);
 }
 
 template <typename Spec>
