@@ -1,5 +1,4 @@
 #include "csrc/gemm/plan.h"
-
 #include "csrc/tests/check.h"
 
 namespace te_jax::gemm {

@@ -43,8 +43,9 @@ constexpr char kOp<GemmSpec>[] = "te_jax gemm";
 ffi::Error FromCuda(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
   const bool other_gpu = error == cudaErrorNoKernelImageForDevice;
-  return ffi::Error(other_gpu ? ffi::ErrorCode::kUnimplemented : ffi::ErrorCode::kInternal,
-                    std::string(op) + ": " + cudaGetErrorString(error) + (other_gpu ? " (it needs compute capability 9.0)" : ""));
+  return ffi::Error(
+      other_gpu ? ffi::ErrorCode::kUnimplemented : ffi::ErrorCode::kInternal,
+      std::string(op) + ": " + cudaGetErrorString(error) + (other_gpu ? " (it needs compute capability 9.0)" : ""));
 }
 
 ffi::Error NoScratch(const char* op, size_t bytes) {
@@ -54,8 +55,8 @@ ffi::Error NoScratch(const char* op, size_t bytes) {
 
 // The passes that quantize: all need scratch memory.
 template <typename Spec, auto kDecode, auto kBytes, auto kLaunch>
-ffi::Error HandlePass(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                      Spec spec) {
+ffi::Error HandlePass(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::RemainingArgs args,
+                      ffi::RemainingRets rets, Spec spec) {
   const auto decoded = kDecode(args, rets, spec);
   if (decoded.has_error()) return decoded.error();
   const size_t bytes = kBytes(*decoded);
@@ -64,21 +65,23 @@ ffi::Error HandlePass(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::R
   return FromCuda(kOp<Spec>, kLaunch(*decoded, *workspace, stream));
 }
 
-ffi::Error HandleDequantize(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, DequantizeSpec spec) {
+ffi::Error HandleDequantize(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                            DequantizeSpec spec) {
   const auto decoded = DecodeDequantize(args, rets, spec);
   if (decoded.has_error()) return decoded.error();
   return FromCuda(kOp<DequantizeSpec>, kernels::LaunchDequantize(*decoded, stream));
 }
 
-ffi::Error HandleGemm(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                      GemmSpec spec) {
+ffi::Error HandleGemm(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::RemainingArgs args,
+                      ffi::RemainingRets rets, GemmSpec spec) {
   const auto decoded = DecodeGemm(args, rets, spec);
   if (decoded.has_error()) return decoded.error();
   const std::optional<void*> workspace = scratch.Allocate(gemm::kWorkspaceBytes, kScratchAlignment);
   if (!workspace.has_value()) return NoScratch(kOp<GemmSpec>, gemm::kWorkspaceBytes);
   const gemm::Status status = gemm::Launch(*decoded, *workspace, stream);
   if (status.code == gemm::Status::kOk) return ffi::Error::Success();
-  const auto code = status.code == gemm::Status::kUnsupported ? ffi::ErrorCode::kUnimplemented : ffi::ErrorCode::kInternal;
+  const auto code =
+      status.code == gemm::Status::kUnsupported ? ffi::ErrorCode::kUnimplemented : ffi::ErrorCode::kInternal;
   return ffi::Error(code, std::string(kOp<GemmSpec>) + ": " + status.message);
 }
 
@@ -93,19 +96,17 @@ auto PassSignature() {
 }
 
 auto DequantizeSignature() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .RemainingArgs()
-      .RemainingRets()
-      .Attr<DequantizeSpec>(kSpec);
+  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets().Attr<DequantizeSpec>(
+      kSpec);
 }
 
 }  // namespace
 }  // namespace te_jax
 
 // The function comes last: its template arguments have commas.
-#define TE_JAX_DEFINE_PASS(symbol, Spec, ...) \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, (te_jax::HandlePass<te_jax::Spec, __VA_ARGS__>), te_jax::PassSignature<te_jax::Spec>())
+#define TE_JAX_DEFINE_PASS(symbol, Spec, ...)                                            \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, (te_jax::HandlePass<te_jax::Spec, __VA_ARGS__>), \
+                                te_jax::PassSignature<te_jax::Spec>())
 
 TE_JAX_DEFINE_PASS(te_jax_cuda_quantize, QuantizeSpec, te_jax::DecodeQuantize, te_jax::kernels::QuantizeWorkspaceBytes,
                    te_jax::kernels::LaunchQuantize);
