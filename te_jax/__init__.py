@@ -1,7 +1,7 @@
 """te_jax: FP8 training and overlapped tensor parallelism for JAX and Flax.
 
-    import te_jax as te
-    from te_jax import ops
+import te_jax as te
+from te_jax import ops
 """
 
 import importlib

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-TINY = "--layers 2 --width 32 --heads 2 --seq 32 --batch 4 --schedule-steps 20".split()
+TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--seq", "32", "--batch", "4", "--schedule-steps", "20"]
 N = 4
 
 
