@@ -20,8 +20,10 @@ comma := ,
 EXTRAS := test,examples$(if $(wildcard /dev/nvidiactl),$(comma)cuda)
 NATIVE := $(wildcard CMakeLists.txt cmake/*.cmake csrc/*/*.cc csrc/*/*.h csrc/*/*/*.cc csrc/*/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 
-.PHONY: train test lint format cpp-test cpp-sanitize native cuda bazel clean
+.PHONY: setup train test lint format cpp-test cpp-sanitize native cuda bazel clean
 .DELETE_ON_ERROR:
+
+setup: $(STAMP)
 
 train: $(STAMP)
 	$(BIN)/python examples/train_lm.py --compare $(ARGS)

@@ -97,6 +97,8 @@ cublasLtMatmulAlgo_t ChooseAlgorithm(Calls& calls, cublasLtHandle_t handle, cons
     calls.Ok("cublasLtMatmulPreferenceSetAttribute", calls.lt.preference_set(preference, attribute, &value, sizeof value));
   };
   set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceBytes);
+  // A split contraction is added up in fp32 and rounded once, never in the type of the result.
+  set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
   for (const auto attribute : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
                                CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
     set(attribute, static_cast<uint32_t>(desc.alignment));
@@ -159,7 +161,8 @@ Status Launch(const GemmArgs& args, void* workspace, cudaStream_t stream) {
       return {Status::kInternal, std::string("cudaMemsetAsync: ") + cudaGetErrorString(error)};
     }
   }
-  const void* c = desc.accumulates ? args.c : args.out;
+  // Not read where beta is 0; given all the same where it has the type of the result, as cuBLASLt wants it.
+  const void* c = desc.accumulates ? args.c : gemm->plan.c.dtype == gemm->plan.d.dtype ? args.out : nullptr;
   calls.Ok("cublasLtMatmul",
            calls.lt.matmul(handle, operation.get(), &args.alpha, args.rhs, gemm->a.get(), args.lhs, gemm->b.get(), &args.beta,
                            c, gemm->c.get(), args.out, gemm->d.get(), &gemm->algorithm, workspace, kWorkspaceBytes, stream));

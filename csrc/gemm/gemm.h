@@ -11,7 +11,7 @@
 
 namespace te_jax::gemm {
 
-// Device memory that a GEMM gets as workspace, aligned to 256 bytes: what cuBLAS recommends for Hopper.
+// Device memory that a GEMM gets as workspace, aligned to 16 bytes: what cuBLAS recommends for Hopper.
 constexpr size_t kWorkspaceBytes = size_t{32} << 20;
 
 struct Status {

@@ -11,6 +11,7 @@ namespace te_jax::kernels {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kChunk = 16;  // elements of a thread: one 16-byte load
 constexpr int64_t kMaxBlocks = 1 << 16;  // a grid-stride loop does the rest
 
 // FP8 to fp32 by way of fp16, which holds every value of both formats.
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) DequantizeKernel(const uint8_t* data
   for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kChunk; i < size; i += stride) {
     float y[kChunk];
     if (size - i >= kChunk) {
-      Chunk<uint8_t> chunk;
+      Chunk<uint8_t, kChunk> chunk;
       chunk.Load(data + i);
       const uint32_t words[4] = {chunk.vector[0].x, chunk.vector[0].y, chunk.vector[0].z, chunk.vector[0].w};
 #pragma unroll
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) DequantizeKernel(const uint8_t* data
     } else {
       for (int64_t j = i; j < size; ++j) {
         DecodeFour(data[j], e5m2, y);
-        out[j] = RoundTo<T>(__fmul_rn(y[0], scale_inv));
+        out[j] = static_cast<T>(__fmul_rn(y[0], scale_inv));  // rounds to nearest even
       }
     }
   }

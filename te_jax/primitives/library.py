@@ -14,7 +14,7 @@ import importlib.util
 import pathlib
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -55,7 +55,12 @@ def status(platform: str) -> NativeStatus:
         path = _path(platform)
         if path is not None and not has_cuda_backend():
             return NativeStatus(available=False, reason="this process has no CUDA backend", path=path)
-    return _load(platform)[0]
+    found = _load(platform)[0]
+    if platform == "cuda" and found.available and has_cuda_backend():
+        capabilities = {str(device.compute_capability) for device in jax.devices("cuda")}
+        reason = architecture_problem(found.build_info["architectures"], capabilities)
+        found = dataclasses.replace(found, available=not reason, reason=reason)
+    return found
 
 
 def ensure_registered(platform: str) -> NativeStatus:
@@ -77,6 +82,18 @@ def register_cuda_targets() -> NativeStatus:
         raise RuntimeError(f"te_jax: no CUDA custom calls: {found.reason}")
     _register("cuda")
     return found
+
+
+def cublaslt_status() -> Mapping[str, Any]:
+    """The cuBLASLt that the CUDA module uses, loaded if it isn't yet.
+
+    Returns:
+      ``version`` (for example 130100; None if it can't be loaded), ``path``, and ``error``, the reason.
+    """
+    module = _load("cuda")[1]
+    if module is None:
+        return {"version": None, "path": "", "error": status("cuda").reason}
+    return module.cublaslt_status()
 
 
 @functools.cache
@@ -110,6 +127,18 @@ def version_problem(built: tuple[int, int], running: tuple[int, int] | None) -> 
         text = [".".join(map(str, version)) for version in (built, running)]
         return f"it was built for FFI API {text[0]}, the running jaxlib has {text[1]}: rebuild with jaxlib 0.10.2"
     return ""
+
+
+def architecture_problem(architectures: Sequence[str], capabilities: Iterable[str]) -> str:
+    """Why GPUs of ``capabilities`` ("9.0", ..) don't run code built for ``architectures`` ("sm_90a", ..); "" if so.
+
+    The suffix a is for features of one architecture: such code runs on no other, newer or older.
+    """
+    built = {f"{name[3:-2]}.{name[-2]}" for name in architectures if name.endswith("a")}
+    missing = sorted(set(capabilities) - built)
+    if not missing:
+        return ""
+    return f"it is built for {', '.join(architectures)}; a GPU here has compute capability {', '.join(missing)}"
 
 
 def _path(platform: str) -> pathlib.Path | None:

@@ -56,6 +56,12 @@ def test_version_check(built, running, problem):
     assert bool(library.version_problem(built, running)) == problem
 
 
+@pytest.mark.parametrize(("capabilities", "problem"), [({"9.0"}, ""), ({"8.0"}, "8.0"), ({"9.0", "10.0"}, "10.0")])
+def test_architecture_check(capabilities, problem):
+    text = library.architecture_problem(["sm_90a"], capabilities)
+    assert text == (problem and f"it is built for sm_90a; a GPU here has compute capability {problem}")
+
+
 def test_a_module_built_for_a_newer_jaxlib_leaves_jax_working():
     out = run("""
         import sys

@@ -23,7 +23,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr size_t kScratchAlignment = 256;
+constexpr size_t kScratchAlignment = 16;  // XLA refuses more; cuBLASLt and the kernels need no more
 
 ffi::Error FromCuda(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();

@@ -1,0 +1,99 @@
+"""``python -m te_jax.doctor``: what this machine has, which custom calls will be used, and why not if not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform as host
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from te_jax import config
+from te_jax.primitives import library, spec, support
+
+_PACKAGES = ("te_jax", "jax", "jaxlib", "jax-cuda13-plugin", "flax", "orbax-checkpoint", "optax", "numpy", "scipy")
+_PLATFORMS = ("cpu", "cuda")
+
+
+def _samples() -> dict[str, tuple]:
+    """For each primitive a spec and operands of a shape that its handlers take."""
+    x, wide, scale = _shape(64, 32), _shape(64, 64), _shape(dtype=jnp.float32)
+    data, weight = _shape(64, 32, dtype=jnp.float8_e4m3fn), _shape(16, 32, dtype=jnp.float8_e4m3fn)
+    return {
+        "quantize": (spec.QuantizeSpec(format="e4m3", data_t=True), x, scale),
+        "dequantize": (spec.DequantizeSpec(), data, scale),
+        "norm": (spec.NormSpec(format="e4m3"), x, _shape(32), scale),
+        "activation": (spec.ActivationSpec(format="e4m3", kind="swiglu"), wide, scale),
+        "activation_grad": (spec.ActivationGradSpec(format="e5m2", kind="swiglu"), x, wide, scale),
+        "gemm": (spec.GemmSpec(), data, weight, scale, scale),
+    }
+
+
+def _shape(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _versions() -> Iterator[str]:
+    yield f"Python {host.python_version()} on {host.system()} {host.machine()}"
+    for package in _PACKAGES:
+        try:
+            yield f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            yield f"{package}: not installed as a package"
+
+
+def _devices() -> Iterator[str]:
+    yield f"default platform: {jax.default_backend()}"
+    for device in jax.devices():
+        capability = getattr(device, "compute_capability", None)
+        yield f"{device}: {device.device_kind}" + (f", compute capability {capability}" if capability else "")
+
+
+def _native(platform: str) -> Iterator[str]:
+    status = library.status(platform)
+    yield f"{platform}: " + ("available" if status.available else f"not available: {status.reason}")
+    if status.path is not None:
+        yield f"  file: {status.path}"
+    for key, value in status.build_info.items():
+        text = ".".join(map(str, value)) if isinstance(value, tuple) else value
+        yield f"  {key}: {', '.join(text) if isinstance(text, list) else text}"
+    if platform == "cuda" and status.available:
+        yield f"  cuBLASLt: {_cublaslt()}"
+
+
+def _cublaslt() -> str:
+    found = library.cublaslt_status()
+    if found["version"] is None:
+        return f"not found: {found['error']}"
+    return f"{found['version']} ({found['path']})"
+
+
+def _custom_calls(platform: str) -> Iterator[str]:
+    for name, (sample, *operands) in _samples().items():
+        reason = library.status(platform).reason or support.why_not(sample, *operands, platform=platform)
+        yield f"{name}: " + (f"jnp reference: {reason}" if reason else "custom call")
+
+
+def report() -> str:
+    """The text that ``python -m te_jax.doctor`` prints. Initialises jax's backends."""
+    running = library.runtime_ffi_api()
+    sections = {
+        "versions": _versions(),
+        "devices": _devices(),
+        "options": (f"{name}={int(bool(value))}" for name, value in config.describe().items()),
+        f"native library (FFI API of this jaxlib: {'unknown' if running is None else '.'.join(map(str, running))})": (
+            line for platform in _PLATFORMS for line in _native(platform)
+        ),
+    }
+    for platform in _PLATFORMS:
+        sections[f"what runs on {platform} (sizes permitting: multiples of 16)"] = _custom_calls(platform)
+    return "\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items())
+
+
+def main() -> None:
+    print(report())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The doctor's report: what runs as a custom call, and the reason for whatever does not."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from te_jax import config, doctor
+from te_jax.primitives import TARGETS, library
+
+
+def section(title):
+    """The lines below the heading that starts with ``title``."""
+    lines = iter(doctor.report().splitlines())
+    assert any(line.startswith(title) for line in lines)
+    found = []
+    for line in lines:
+        if not line.startswith("  "):
+            break
+        found.append(line.strip())
+    return found
+
+
+def test_names_versions_and_devices():
+    assert f"jax {jax.__version__}" in section("versions")
+    assert f"default platform: {jax.default_backend()}" in section("devices")
+
+
+def test_every_primitive_runs_as_a_custom_call_on_cpu():
+    assert section("what runs on cpu") == [f"{target.removeprefix('te_jax_')}: custom call" for target in _in_order()]
+
+
+def _in_order():
+    order = list(doctor._samples())
+    assert {f"te_jax_{name}" for name in order} == set(TARGETS)
+    return [f"te_jax_{name}" for name in order]
+
+
+def test_says_why_custom_calls_are_off():
+    with config.custom_calls(False):
+        lines = section("what runs on cpu")
+    assert lines
+    assert all("jnp reference: custom calls are disabled" in line for line in lines)
+
+
+@pytest.mark.skipif(library.has_cuda_backend(), reason="this process has a CUDA backend")
+def test_says_why_there_is_no_cuda():
+    reason = library.status("cuda").reason
+    assert f"cuda: not available: {reason}" in section("native library")
+    assert all(line.endswith(f": jnp reference: {reason}") for line in section("what runs on cuda"))
+
+
+def test_runs_as_a_program():
+    root = pathlib.Path(doctor.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-m", "te_jax.doctor"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "quantize: custom call" in done.stdout
