@@ -133,6 +133,7 @@ class Result:
 
 def run(args: argparse.Namespace, name: str, recipe: te.Recipe | None, out: pathlib.Path, corpus, stop) -> Result:
     """Trains up to --steps, or until a signal, and saves."""
+    out.mkdir(parents=True, exist_ok=True)
     model, optimizer = make_model(args, recipe), make_optimizer(args)
     state = init_state(model, optimizer, args.seed, corpus.batch(args.seed, 0, args.batch, args.seq))
     checkpoints = te.checkpoint.Manager(out / "checkpoints", recipe=recipe)

@@ -167,10 +167,10 @@ class DenseGeneral(nn.Module):
         flat_shape = (*((math.prod(rows),) if rows else ()), math.prod(columns))
 
         def init_flat(key: Array, shape: tuple[int, ...], dtype: Dtype) -> Array | meta.AxisMetadata:
-            value: Any = init(key, flat_shape, dtype)
-            if isinstance(value, meta.AxisMetadata):
+            value = init(key, flat_shape, dtype)
+            if isinstance(value, meta.AxisMetadata):  # nn.with_partitioning: the names are those of the full shape
                 return meta.replace_boxed(value, value.unbox().reshape(shape))
-            return value.reshape(shape)
+            return jnp.reshape(value, shape)
 
         return self.param(name, init_flat, shape, self.param_dtype).reshape(flat_shape)
 
