@@ -1,4 +1,4 @@
-"""An FP8 MLP as a chain of ops: its plan, one training step, and what happened to its FP8 state. CPU or GPU, seconds."""
+"""An FP8 MLP as a chain of ops: its plan, and a few training steps. Seconds, on CPU or GPU."""
 
 import jax
 import jax.numpy as jnp

@@ -11,7 +11,9 @@ import te_jax as te
 from te_jax import ops
 
 recipe = te.DelayedScaling(amax_history_len=16)
-model = te.Sequential([ops.LayerNorm(), ops.Linear(256), ops.GELU(), ops.Linear(128)], recipe=recipe, dtype=jnp.bfloat16)
+model = te.Sequential(
+    [ops.LayerNorm(), ops.Linear(256), ops.GELU(), ops.Linear(128)], recipe=recipe, dtype=jnp.bfloat16
+)
 optimizer = optax.adamw(1e-3)
 
 

@@ -1,9 +1,9 @@
 """Trains a byte-level transformer in FP8 on the sources of Python's standard library.
 
-    python examples/train_lm.py                                   # FP8, delayed scaling, 300 steps, a new folder in runs/
-    python examples/train_lm.py --compare                         # then the same in bf16, both curves in one plot
-    python examples/train_lm.py --out runs/a --steps 150          # stops half-way (so does Ctrl-C, or kill) ...
-    python examples/train_lm.py --out runs/a --resume             # ... and goes on, bit for bit as if it had not stopped
+    python examples/train_lm.py                             # FP8, delayed scaling, 300 steps, a new folder in runs/
+    python examples/train_lm.py --compare                   # then the same in bf16, both curves in one plot
+    python examples/train_lm.py --out runs/a --steps 150    # stops half-way (so does Ctrl-C, or kill) ...
+    python examples/train_lm.py --out runs/a --resume       # ... and goes on, bit for bit as if it had not stopped
 
 The learning-rate schedule depends on --schedule-steps alone, the batch of a step on (--seed, step) alone. In --out:
 checkpoints/<step>, losses.jsonl, summary.json, loss.png; the bf16 run of --compare has its own folder, bf16/.
@@ -133,6 +133,7 @@ class Result:
 
 def run(args: argparse.Namespace, name: str, recipe: te.Recipe | None, out: pathlib.Path, corpus, stop) -> Result:
     """Trains up to --steps, or until a signal, and saves."""
+    out.mkdir(parents=True, exist_ok=True)
     model, optimizer = make_model(args, recipe), make_optimizer(args)
     state = init_state(model, optimizer, args.seed, corpus.batch(args.seed, 0, args.batch, args.seq))
     checkpoints = te.checkpoint.Manager(out / "checkpoints", recipe=recipe)
@@ -186,7 +187,8 @@ def check_out(out: pathlib.Path, args: argparse.Namespace) -> None:
         sys.exit(f"train_lm: --out: expected a folder without a run, got {out}; --resume goes on with the run in it")
     for flag, was in json.loads(path.read_text()).items():
         if config[flag] != was:
-            sys.exit(f"train_lm: --{flag.replace('_', '-')}: expected {was}, as the run in {out} had, got {config[flag]}")
+            option = "--" + flag.replace("_", "-")
+            sys.exit(f"train_lm: {option}: expected {was}, as the run in {out} had, got {config[flag]}")
 
 
 def choose_out(args: argparse.Namespace, root: pathlib.Path = pathlib.Path("runs")) -> pathlib.Path:
@@ -197,12 +199,13 @@ def choose_out(args: argparse.Namespace, root: pathlib.Path = pathlib.Path("runs
     return root / str(max(taken, default=0) + (not (args.resume and taken)))
 
 
-def print_report(args, name: str, recipe, result: Result, unigram_entropy: float) -> None:
+def print_report(name: str, result: Result, unigram_entropy: float) -> None:
+    bits = lm_report.bits_per_byte
     calls = ", ".join(f"{target} x{count}" for target, count in result.custom_calls.items()) or "none"
     print(
         f"\n{name}: {result.steps} steps on {jax.devices()[0].device_kind}\n"
-        f"  held-out loss     {result.held_out_loss:.4f} nats, {lm_report.bits_per_byte(result.held_out_loss):.3f} bits per byte"
-        f" (byte frequencies alone: {lm_report.bits_per_byte(unigram_entropy):.3f})\n"
+        f"  held-out loss     {result.held_out_loss:.4f} nats, {bits(result.held_out_loss):.3f} bits per byte"
+        f" (byte frequencies alone: {bits(unigram_entropy):.3f})\n"
         f"  custom calls      {calls} (in the train step; a loop over layers counts once)\n"
         f"  checkpoint        {result.checkpoint}"
     )
@@ -235,8 +238,8 @@ def main(argv: list[str] | None = None) -> None:
                 sys.exit(128 + stop.received)
 
     print_plan(args, RECIPES[args.recipe])
-    for name, (recipe, _) in runs.items():
-        print_report(args, name, recipe, results[name], entropy)
+    for name, result in results.items():
+        print_report(name, result, entropy)
     curves = {name: lm_report.read_losses(folder / "losses.jsonl") for name, (_, folder) in runs.items()}
     lm_report.plot(out / "loss.png", curves, entropy)
     lm_report.write_summary(out / "summary.json", results, entropy)

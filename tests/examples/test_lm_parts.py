@@ -98,6 +98,9 @@ def test_loss_log_resumes_where_the_checkpoint_is(tmp_path):
 
 def test_first_signal_is_noted_the_second_one_is_not():
     with lm_console.StopOnSignal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received == signal.SIGTERM
+    with lm_console.StopOnSignal() as stop:
         assert stop.received is None
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.received == signal.SIGINT

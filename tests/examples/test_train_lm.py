@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-TINY = "--layers 2 --width 32 --heads 2 --seq 32 --batch 4 --schedule-steps 20".split()
+TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--seq", "32", "--batch", "4", "--schedule-steps", "20"]
 N = 4
 
 
@@ -106,16 +106,15 @@ def test_resume_is_bit_identical(whole_run, data, tmp_path):
         np.testing.assert_array_equal(got[path], leaf, err_msg=path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_and_resume(data, tmp_path, number):
+def test_interrupt_and_resume(data, tmp_path):
     out, log = tmp_path / "run", tmp_path / "log"
     flags = ("--recipe", "none", "--steps", "100000", "--save-every", "100000")
     with log.open("w") as stream:
         process = subprocess.Popen(command(data, out, *flags), env=environment(), stdout=stream, stderr=stream)
         try:
             wait_for_losses(out, process, log)
-            process.send_signal(number)
-            assert process.wait(timeout=120) == 128 + number, log.read_text()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=120) == 128 + signal.SIGINT, log.read_text()
         finally:
             process.kill()
     (stopped_at,) = steps(out)

@@ -75,12 +75,12 @@ def test_dense_dtype():
 
 
 @pytest.mark.parametrize(
-    "features, axis", [(5, -1), ((5, 6), -1), (5, (1, -1)), ((5, 6), (-2, -1)), ((5, 6), 1), (4, (-1, 0))]
+    ("features", "axis"), [(5, -1), ((5, 6), -1), (5, (1, -1)), ((5, 6), (-2, -1)), ((5, 6), 1), (4, (-1, 0))]
 )
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_dense_general_is_nn_dense_general(features, axis, use_bias):
     x = random(2, 3, 4, 7)
-    config = dict(features=features, axis=axis, use_bias=use_bias, bias_init=nn.initializers.normal(1.0))
+    config = {"features": features, "axis": axis, "use_bias": use_bias, "bias_init": nn.initializers.normal(1.0)}
     ours, theirs = te.flax.DenseGeneral(**config), nn.DenseGeneral(**config)
     variables = init(ours, x)
     assert_same_tree(variables, init(theirs, x))
@@ -116,7 +116,9 @@ def test_delayed_scaling_state_of_dense():
         return (dense.apply(te.state.merge({"params": params}, state), x) ** 2).sum()
 
     state = jax.jit(lambda *a: te.state.apply(state, jax.grad(loss)(*a)))(state, rest["params"])
-    (history,) = [leaf for path, leaf in jax.tree.leaves_with_path(state) if "amax_history" in jax.tree_util.keystr(path)]
+    (history,) = [
+        leaf for path, leaf in jax.tree.leaves_with_path(state) if "amax_history" in jax.tree_util.keystr(path)
+    ]
     newest = np.asarray(history)[:, 0] / np.asarray(history)[:, 0].max()
     assert history.shape == (3, 4)  # x, kernel, dy
     assert (newest > 0).all()
@@ -133,11 +135,13 @@ def test_layernorm_dense():
 
 
 def test_unknown_norm():
-    with pytest.raises(ValueError, match="LayerNormDense: norm: expected one of .*, got 'batchnorm'"):
+    with pytest.raises(ValueError, match=r"LayerNormDense: norm: expected one of .*, got 'batchnorm'"):
         te.flax.LayerNormDense(16, norm="batchnorm").init(KEY, random(4, 24))
 
 
-@pytest.mark.parametrize("dense, names", [(te.flax.Dense(8), ("x", "y")), (te.flax.DenseGeneral((2, 4)), ("x", "y", None))])
+@pytest.mark.parametrize(
+    ("dense", "names"), [(te.flax.Dense(8), ("x", "y")), (te.flax.DenseGeneral((2, 4)), ("x", "y", None))]
+)
 def test_partitioned_parameters(dense, names):
     """Parameters boxed by nn.with_partitioning are unboxed for the computation and keep their names."""
     x = random(4, 16)

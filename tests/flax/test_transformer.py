@@ -1,5 +1,7 @@
 """LayerNormMLP, MultiHeadAttention and TransformerLayer: values, gradients, causality, scan and remat."""
 
+import operator
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -44,14 +46,12 @@ def test_mlp(activation, residual):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("causal, rope", [(True, True), (False, False), (True, False)])
+@pytest.mark.parametrize(("causal", "rope"), [(True, True), (False, False), (True, False)])
 def test_attention(kv_heads, causal, rope):
     x = random(2, 6, 32)
     module = te.flax.MultiHeadAttention(4, kv_heads, causal=causal, rope=rope, norm="rmsnorm", use_bias=True)
     variables = init(module, x)
-    want = [
-        references.attention(variables["params"], row, 4, kv_heads, 8, causal=causal, rope=rope) for row in x
-    ]
+    want = [references.attention(variables["params"], row, 4, kv_heads, 8, causal=causal, rope=rope) for row in x]
     assert_close(jax.jit(module.apply)(variables, x), jnp.stack(want), rtol=1e-4)
     assert_close(jax.jit(module.apply)(variables, x[0]), want[0], rtol=1e-4)  # [T, C]
 
@@ -148,7 +148,7 @@ class ScanLayer(te.flax.TransformerLayer):
 def test_scan_over_layers_is_the_unrolled_loop(recipe, remat):
     """Outputs, gradients and each layer's FP8 state; also in a second step, when there is a history."""
     layers, x = 2, random(2, 16, 32)
-    config = dict(num_heads=4, hidden_features=32, recipe=recipe)
+    config = {"num_heads": 4, "hidden_features": 32, "recipe": recipe}
     body = nn.remat(ScanLayer, prevent_cse=False) if remat else ScanLayer
     scanned = nn.scan(body, length=layers, variable_axes=SCAN_AXES, split_rngs={"params": True})(**config)
     single = te.flax.TransformerLayer(**config)
@@ -161,7 +161,7 @@ def test_scan_over_layers_is_the_unrolled_loop(recipe, remat):
         """One layer at a time, each with its slice of the parameters and of the state."""
         h = x
         for i in range(layers):
-            params_i, state_i = jax.tree.map(lambda leaf: leaf[i], (params, state))
+            params_i, state_i = jax.tree.map(operator.itemgetter(i), (params, state))
             h = single.apply(te.state.merge({"params": params_i}, state_i), h)
         return (h**2).sum(), h
 
@@ -178,14 +178,14 @@ def test_scan_over_layers_is_the_unrolled_loop(recipe, remat):
 
 
 @pytest.mark.parametrize(
-    "config, x_shape, message",
+    ("config", "x_shape", "message"),
     [
-        (dict(num_heads=4, num_kv_heads=3), (2, 6, 32), "num_kv_heads: expected a divisor of num_heads=4, got 3"),
-        (dict(num_heads=5), (2, 6, 32), "num_heads: expected a divisor of x.shape"),
-        (dict(num_heads=4), (2, 2, 6, 32), r"x: expected \[B, T, C\] or \[T, C\], got shape \(2, 2, 6, 32\)"),
-        (dict(num_heads=4, head_dim=7, rope=True), (6, 32), "head_dim: expected an even number"),
-        (dict(num_heads=4, norm="none"), (6, 32), "norm: expected one of"),
-        (dict(num_heads=4, attention_implementation="flash"), (6, 32), "attention_implementation: expected None"),
+        ({"num_heads": 4, "num_kv_heads": 3}, (2, 6, 32), "num_kv_heads: expected a divisor of num_heads=4, got 3"),
+        ({"num_heads": 5}, (2, 6, 32), "num_heads: expected a divisor of x.shape"),
+        ({"num_heads": 4}, (2, 2, 6, 32), r"x: expected \[B, T, C\] or \[T, C\], got shape \(2, 2, 6, 32\)"),
+        ({"num_heads": 4, "head_dim": 7, "rope": True}, (6, 32), "head_dim: expected an even number"),
+        ({"num_heads": 4, "norm": "none"}, (6, 32), "norm: expected one of"),
+        ({"num_heads": 4, "attention_implementation": "flash"}, (6, 32), "attention_implementation: expected None"),
     ],
 )
 def test_attention_errors(config, x_shape, message):
@@ -194,9 +194,9 @@ def test_attention_errors(config, x_shape, message):
 
 
 def test_mlp_errors():
-    with pytest.raises(ValueError, match="LayerNormMLP: activation: expected one of .*, got 'tanh'"):
+    with pytest.raises(ValueError, match=r"LayerNormMLP: activation: expected one of .*, got 'tanh'"):
         te.flax.LayerNormMLP(32, 64, activation="tanh").init(KEY, random(4, 32))
-    with pytest.raises(ValueError, match="LayerNormMLP: residual=True needs features == x.shape"):
+    with pytest.raises(ValueError, match=r"LayerNormMLP: residual=True needs features == x.shape"):
         te.flax.LayerNormMLP(48, 64, residual=True).init(KEY, random(4, 32))
 
 
