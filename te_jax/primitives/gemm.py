@@ -39,8 +39,8 @@ def gemm(
     Args:
       lhs, rhs: FP8 (not both E5M2) if ``spec.fp8``, otherwise both of one dtype: float32, bfloat16 or float16.
       lhs_scale_inv, rhs_scale_inv: f32[], with FP8 operands only.
-      bias: [*R], high precision; with ``spec.bias`` only.
-      c: [*L, *R] in out's dtype (high precision if out is FP8); with ``spec.beta != 0`` only.
+      bias: [*R], bfloat16 with FP8 operands (float16 with a float16 out), otherwise out's dtype; with ``spec.bias`` only.
+      c: [*L, *R] in out's dtype; with ``spec.beta != 0`` only, not with an FP8 out.
       out_scale: f32[]; with an FP8 ``spec.out_dtype`` only.
 
     Returns:
@@ -98,8 +98,16 @@ def _check(spec, lhs, rhs, *rest):
         if name in rest:
             quantizing.check_high_precision("gemm", name, rest[name])
             errors.check_value(rest[name].shape == shape, "gemm", name, f"shape {shape}", rest[name].shape)
-    if "c" in rest and not is_fp8(_out_dtype(spec)):
+    if "c" in rest:
         errors.check_type(rest["c"].dtype == _out_dtype(spec), "gemm", "c", f"dtype {spec.out_dtype}", rest["c"].dtype)
+    if "bias" in rest:
+        expected = _bias_dtype(spec)
+        errors.check_type(rest["bias"].dtype == expected, "gemm", "bias", f"dtype {expected}", rest["bias"].dtype)
+
+
+def _bias_dtype(spec) -> np.dtype:
+    """What cuBLASLt's epilogue takes, and so every platform: bfloat16 beside FP8, otherwise the result's dtype."""
+    return np.dtype(jnp.bfloat16) if spec.fp8 and spec.out_dtype != "float16" else _out_dtype(spec)
 
 
 def _check_spec(spec):
@@ -109,7 +117,7 @@ def _check_spec(spec):
     errors.check_value(spec.fp8 or not fp8_out, "gemm", "out_dtype", "high precision unless fp8", spec.out_dtype)
     errors.check_value(not spec.amax or fp8_out, "gemm", "amax", "an FP8 out_dtype", spec.out_dtype)
     errors.check_value(not spec.in_place or spec.beta != 0, "gemm", "in_place", "beta != 0", spec.beta)
-    errors.check_value(not (spec.in_place and fp8_out), "gemm", "in_place", "a high precision out", spec.out_dtype)
+    errors.check_value(not (spec.beta != 0 and fp8_out), "gemm", "beta", "0 for an FP8 out_dtype", spec.beta)
     first = spec.lhs_contract_first or spec.rhs_contract_first
     errors.check_value(not (spec.fp8 and first), "gemm", "contract_first", "False for FP8 operands", True)
 
@@ -124,6 +132,13 @@ def _check_dtypes(spec, lhs, rhs):
     both_e5m2 = lhs.dtype == E5M2.dtype and rhs.dtype == E5M2.dtype
     errors.check_type(not both_e5m2, "gemm", "rhs", "dtype float8_e4m3fn (one operand has to be)", rhs.dtype)
     errors.check_type(spec.fp8 or lhs.dtype == rhs.dtype, "gemm", "rhs", f"lhs's dtype {lhs.dtype}", rhs.dtype)
+    out = _out_dtype(spec)
+    has_e5m2 = E5M2.dtype in (lhs.dtype, rhs.dtype)
+    errors.check_type(
+        out != E5M2.dtype or has_e5m2, "gemm", "out_dtype", "float8_e4m3fn for float8_e4m3fn operands", spec.out_dtype
+    )
+    wide = spec.fp8 or out in (np.dtype(lhs.dtype), np.dtype(np.float32))
+    errors.check_type(wide, "gemm", "out_dtype", f"{lhs.dtype} or float32 for {lhs.dtype} operands", spec.out_dtype)
 
 
 def _results(spec, lhs, rhs, *rest):

@@ -17,6 +17,7 @@ from te_jax import errors
 from te_jax.parallel.sharding import Factors, Reductions
 from te_jax.primitives.spec import QuantizingSpec
 from te_jax.quant import reference
+from te_jax.quant.division import reciprocal
 from te_jax.quant.format import format_of
 
 ALIGNMENT = 16  # minor and contracted dimensions of custom calls are multiples of it
@@ -143,7 +144,7 @@ def local(call: Callable, spec: QuantizingSpec, reductions: Reductions, *operand
     outs = dict(zip((*common, *range(len(outs) - len(common))), outs, strict=True))
     if reductions.amax and spec.quantizes:
         # The same values as the pass gives, but typed as equal on all shards.
-        outs |= {"scale": scale, "scale_inv": jnp.float32(1) / scale}
+        outs |= {"scale": scale, "scale_inv": reciprocal(scale)}
     if spec.amax:
         outs["amax"] = reduce_amax(outs["amax"], reductions.amax)
     if spec.dbias and reductions.sums:

@@ -35,3 +35,9 @@ def divide(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
     bits = (jnp.clip(exponent, 1, 254).astype(jnp.uint32) << 23) | (mantissa & 0x7FFFFF)
     result = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.where(exponent > 254, jnp.inf, jnp.where(exponent < 1, 0.0, result))
+
+
+def reciprocal(scale: jax.Array) -> jax.Array:
+    """1 / scale f32, rounded to nearest; NaN for a scale that is not > 0 (as the kernels have it)."""
+    positive = scale > 0
+    return jnp.where(positive, divide(1.0, jnp.where(positive, scale, 1.0)), jnp.nan)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax.quant.division import divide
+from te_jax.quant.division import divide, reciprocal
 from te_jax.quant.format import MAX_SCALE, NAN_CODE, Format, format_of, is_fp8
 
 
@@ -67,7 +67,7 @@ def quantize(
     y_amax = amax(y)
     seeded = scale_from_amax(y_amax, fmt.max, margin=margin, power_of_two=power_of_two)
     used = jnp.where(scale == 0, seeded, scale)
-    return Quantized(cast(y, used, fmt), used, jnp.float32(1) / used, y_amax)
+    return Quantized(cast(y, used, fmt), used, reciprocal(used), y_amax)
 
 
 def dequantize(data: jax.Array, scale_inv: jax.Array, dtype) -> jax.Array:

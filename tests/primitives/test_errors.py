@@ -123,6 +123,27 @@ CASES = [
         ValueError,
         "te_jax.gemm: bias: expected shape (16,), got (32,)",
     ),
+    # What cuBLASLt has no kernel for is refused on every platform.
+    (
+        lambda: gemm(bias=ones(16, dtype=jnp.float32), spec=GemmSpec(bias=True)),
+        TypeError,
+        "te_jax.gemm: bias: expected dtype bfloat16, got float32",
+    ),
+    (
+        lambda: gemm(spec=GemmSpec(out_dtype="float8_e5m2"), out_scale=S),
+        TypeError,
+        "te_jax.gemm: out_dtype: expected float8_e4m3fn for float8_e4m3fn operands, got float8_e5m2",
+    ),
+    (
+        lambda: gemm(c=ones(16, 16), spec=GemmSpec(out_dtype="float8_e4m3fn", beta=1.0), out_scale=S),
+        ValueError,
+        "te_jax.gemm: beta: expected 0 for an FP8 out_dtype, got 1.0",
+    ),
+    (
+        lambda: primitives.gemm(*[ones(16, 32, dtype=jnp.float32)] * 2, GemmSpec(fp8=False, out_dtype="bfloat16")),
+        TypeError,
+        "te_jax.gemm: out_dtype: expected float32 or float32 for float32 operands, got bfloat16",
+    ),
     (
         lambda: gemm(c=ones(16, 16, dtype=jnp.float32), spec=GemmSpec(beta=1.0)),
         TypeError,
