@@ -1,11 +1,11 @@
 """Times the custom calls on a GPU: TB/s of the quantizing passes, TFLOP/s of the GEMMs.
 
 A pass is timed in a loop on the device (one program, so no dispatch from Python in between), whose carried scalar makes
-the calls depend on each other; a GEMM as a program of its own, many in flight. Medians over several runs. Bytes are those that have to move: each operand read once
-(twice where the scale comes from the tensor's own amax), each result written once. GEMM operands are random: zeros run
-faster.
+the calls depend on each other; a GEMM as a program of its own, many in flight. Medians over several runs. Bytes are
+those that have to move: each operand read once (twice where the scale comes from the tensor's own amax), each result
+written once. GEMM operands are random: zeros run faster.
 
-    python benchmarks/quantize_bandwidth.py --out benchmarks/results/quantize_bandwidth.jsonl --commit $(git rev-parse HEAD)
+    python benchmarks/quantize_bandwidth.py --commit $(git rev-parse HEAD) --out benchmarks/results/h200.jsonl
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ F8 = jnp.float8_e4m3fn
 
 
 def seconds(step, *operands, repeats: int = 7) -> float:
-    """Median seconds of one ``step(carry f32[], *operands) -> f32[]``; operands are program arguments, not constants."""
+    """Median seconds of one ``step(carry f32[], *operands) -> f32[]``. Operands are arguments, not constants."""
 
     def loop(count, *operands):
         return jax.lax.fori_loop(0, count, lambda _, carry: step(carry, *operands), jnp.float32(0))

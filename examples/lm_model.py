@@ -46,13 +46,13 @@ class LanguageModel(nn.Module):
 
 def layer_config(model: LanguageModel) -> dict:
     """The arguments of one of the model's transformer layers."""
-    return dict(
-        num_heads=model.heads,
-        num_kv_heads=model.kv_heads,
-        hidden_features=mlp_features(model.width),
-        recipe=model.recipe,
-        dtype=model.dtype,
-    )
+    return {
+        "num_heads": model.heads,
+        "num_kv_heads": model.kv_heads,
+        "hidden_features": mlp_features(model.width),
+        "recipe": model.recipe,
+        "dtype": model.dtype,
+    }
 
 
 class ScanLayer(te.flax.TransformerLayer):

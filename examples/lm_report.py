@@ -103,9 +103,8 @@ def custom_calls(stablehlo: str, prefix: str = "te_jax") -> dict[str, int]:
             called[function], targets[function] = collections.Counter(), collections.Counter()
         elif match := re.search(r'\bcall @("[^"]*"|[\w.$-]+)\(', line):
             called[function][match[1]] += 1
-        elif match := re.search(r"stablehlo\.custom_call @(\w+)\(", line):
-            if match[1].startswith(prefix):
-                targets[function][match[1]] += 1
+        elif (match := re.search(r"stablehlo\.custom_call @(\w+)\(", line)) and match[1].startswith(prefix):
+            targets[function][match[1]] += 1
 
     def total(name: str) -> collections.Counter:
         counts = collections.Counter(targets[name])

@@ -1,9 +1,9 @@
 """Trains a byte-level transformer in FP8 on the sources of Python's standard library.
 
-    python examples/train_lm.py                                   # FP8, delayed scaling, 300 steps, a new folder in runs/
-    python examples/train_lm.py --compare                         # then the same in bf16, both curves in one plot
-    python examples/train_lm.py --out runs/a --steps 150          # stops half-way (so does Ctrl-C, or kill) ...
-    python examples/train_lm.py --out runs/a --resume             # ... and goes on, bit for bit as if it had not stopped
+    python examples/train_lm.py                             # FP8, delayed scaling, 300 steps, a new folder in runs/
+    python examples/train_lm.py --compare                   # then the same in bf16, both curves in one plot
+    python examples/train_lm.py --out runs/a --steps 150    # stops half-way (so does Ctrl-C, or kill) ...
+    python examples/train_lm.py --out runs/a --resume       # ... and goes on, bit for bit as if it had not stopped
 
 The learning-rate schedule depends on --schedule-steps alone, the batch of a step on (--seed, step) alone. In --out:
 checkpoints/<step>, losses.jsonl, summary.json, loss.png; the bf16 run of --compare has its own folder, bf16/.
@@ -51,6 +51,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq", type=_positive, default=128, help="bytes per sequence")
     parser.add_argument("--batch", type=_positive, default=8, help="sequences per step")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="its peak")
+    parser.add_argument("--data", help="a folder of .py files to train on; default: the standard library")
     parser.add_argument("--remat", action="store_true", help="recompute each layer in the backward pass")
     return parser.parse_args(argv)
 
@@ -62,6 +63,15 @@ class TrainState:
     params: Any
     fp8: Any
     opt_state: Any
+
+    @classmethod
+    def of(cls, variables: dict[str, Any], opt_state: Any) -> TrainState:
+        rest, fp8 = te.state.split(variables)
+        return cls(rest["params"], fp8, opt_state)
+
+    def variables(self) -> dict[str, Any]:
+        """As the model's ``init`` makes them."""
+        return te.state.merge({"params": self.params}, self.fp8)
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
@@ -91,8 +101,7 @@ def make_model(args: argparse.Namespace, recipe: te.Recipe | None) -> LanguageMo
 def init_state(model: LanguageModel, optimizer, seed: int, tokens: jax.Array) -> TrainState:
     """tokens [B, T + 1], for the shapes."""
     variables = jax.jit(model.init)(jax.random.key(seed), tokens[:, :-1])
-    rest, fp8 = te.state.split(variables)
-    return TrainState(params=rest["params"], fp8=fp8, opt_state=optimizer.init(rest["params"]))
+    return TrainState.of(variables, jax.jit(optimizer.init)(variables["params"]))
 
 
 def loss_of(model: LanguageModel, params, fp8, tokens: jax.Array) -> jax.Array:
@@ -124,12 +133,14 @@ class Result:
 
 def run(args: argparse.Namespace, name: str, recipe: te.Recipe | None, out: pathlib.Path, corpus, stop) -> Result:
     """Trains up to --steps, or until a signal, and saves."""
+    out.mkdir(parents=True, exist_ok=True)
     model, optimizer = make_model(args, recipe), make_optimizer(args)
     state = init_state(model, optimizer, args.seed, corpus.batch(args.seed, 0, args.batch, args.seq))
-    checkpoints = te.checkpoint.Manager(out / "checkpoints")
+    checkpoints = te.checkpoint.Manager(out / "checkpoints", recipe=recipe)
     start = 0
-    if args.resume and (newest := checkpoints.newest()) is not None:
-        start, state = newest, checkpoints.restore(newest, state)
+    if args.resume and checkpoints.latest_step() is not None:
+        start, variables, opt_state, _ = checkpoints.restore(state.variables(), opt_state=state.opt_state)
+        state = TrainState.of(variables, opt_state)
         print(f"{name}: resumed at step {start} from {out}/checkpoints/{start}")
 
     step_fn = jax.jit(lambda state, tokens: train_step(model, optimizer, state, tokens), donate_argnums=0)
@@ -150,7 +161,7 @@ def run(args: argparse.Namespace, name: str, recipe: te.Recipe | None, out: path
                 console.update(step, float(loss))
                 pending.clear()
             if saving:
-                checkpoints.save(step, state)
+                checkpoints.save(step, state.variables(), opt_state=state.opt_state)
     checkpoints.close()
 
     held_out = None if stopping else held_out_loss(model, state, corpus, args)
@@ -176,7 +187,8 @@ def check_out(out: pathlib.Path, args: argparse.Namespace) -> None:
         sys.exit(f"train_lm: --out: expected a folder without a run, got {out}; --resume goes on with the run in it")
     for flag, was in json.loads(path.read_text()).items():
         if config[flag] != was:
-            sys.exit(f"train_lm: --{flag.replace('_', '-')}: expected {was}, as the run in {out} had, got {config[flag]}")
+            option = "--" + flag.replace("_", "-")
+            sys.exit(f"train_lm: {option}: expected {was}, as the run in {out} had, got {config[flag]}")
 
 
 def choose_out(args: argparse.Namespace, root: pathlib.Path = pathlib.Path("runs")) -> pathlib.Path:
@@ -187,12 +199,13 @@ def choose_out(args: argparse.Namespace, root: pathlib.Path = pathlib.Path("runs
     return root / str(max(taken, default=0) + (not (args.resume and taken)))
 
 
-def print_report(args, name: str, recipe, result: Result, unigram_entropy: float) -> None:
+def print_report(name: str, result: Result, unigram_entropy: float) -> None:
+    bits = lm_report.bits_per_byte
     calls = ", ".join(f"{target} x{count}" for target, count in result.custom_calls.items()) or "none"
     print(
         f"\n{name}: {result.steps} steps on {jax.devices()[0].device_kind}\n"
-        f"  held-out loss     {result.held_out_loss:.4f} nats, {lm_report.bits_per_byte(result.held_out_loss):.3f} bits per byte"
-        f" (byte frequencies alone: {lm_report.bits_per_byte(unigram_entropy):.3f})\n"
+        f"  held-out loss     {result.held_out_loss:.4f} nats, {bits(result.held_out_loss):.3f} bits per byte"
+        f" (byte frequencies alone: {bits(unigram_entropy):.3f})\n"
         f"  custom calls      {calls} (in the train step; a loop over layers counts once)\n"
         f"  checkpoint        {result.checkpoint}"
     )
@@ -214,7 +227,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.compare:
         runs.setdefault("bf16", (None, out / "bf16"))
 
-    corpus = lm_data.load()
+    corpus = lm_data.load(args.data)
     entropy = corpus.unigram_entropy()
     results: dict[str, Result] = {}
     with StopOnSignal() as stop:
@@ -225,8 +238,8 @@ def main(argv: list[str] | None = None) -> None:
                 sys.exit(128 + stop.received)
 
     print_plan(args, RECIPES[args.recipe])
-    for name, (recipe, _) in runs.items():
-        print_report(args, name, recipe, results[name], entropy)
+    for name, result in results.items():
+        print_report(name, result, entropy)
     curves = {name: lm_report.read_losses(folder / "losses.jsonl") for name, (_, folder) in runs.items()}
     lm_report.plot(out / "loss.png", curves, entropy)
     lm_report.write_summary(out / "summary.json", results, entropy)

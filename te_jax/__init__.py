@@ -1,8 +1,10 @@
 """te_jax: FP8 training and overlapped tensor parallelism for JAX and Flax.
 
-    import te_jax as te
-    from te_jax import ops
+import te_jax as te
+from te_jax import ops
 """
+
+import importlib
 
 from te_jax import flax as flax
 from te_jax import ops as ops
@@ -17,3 +19,10 @@ from te_jax.sequential import ChainModule as ChainModule
 from te_jax.sequential import Sequential as Sequential
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    """``te.checkpoint``, on first use: orbax takes a while to import."""
+    if name == "checkpoint":
+        return importlib.import_module("te_jax.checkpoint")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

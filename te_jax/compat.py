@@ -6,6 +6,7 @@ Other files take these names from here, so that a new jax version is one diff in
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import jax
 from jax.extend.core import Primitive as Primitive
@@ -17,6 +18,11 @@ shard_map = jax.shard_map
 auto_axes = jax.sharding.auto_axes
 reshard = jax.sharding.reshard
 get_abstract_mesh = jax.sharding.get_abstract_mesh
+
+
+def no_mesh() -> AbstractContextManager:
+    """A context without a mesh."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def varying_axes(x) -> frozenset[str]:
@@ -42,7 +48,7 @@ def shape_struct(shape, dtype, varying: Iterable[str] = ()) -> jax.ShapeDtypeStr
 
 
 def shaped_array(shape, dtype, operands) -> jax.core.ShapedArray:
-    """The abstract value of a result of ``operands`` (abstract values) that varies over every axis that one of them does.
+    """The abstract value of a result of ``operands`` (abstract values): it varies over every axis that any does.
 
     Not sharded over explicit axes; in device memory.
     """

@@ -1,5 +1,4 @@
 #include "csrc/kernels/activation.h"
-
 #include "csrc/kernels/activation_math.cuh"
 #include "csrc/kernels/dispatch.h"
 #include "csrc/kernels/quantizing_pass.cuh"
@@ -14,7 +13,7 @@ struct ActivationLoader {
   static constexpr int kOutputs = 1;
   static constexpr int kInputs = kGated<kind> ? 2 : 1;
   struct Fragment {
-    Chunk<T> x[kInputs];
+    Chunk<T, kChunk> x[kInputs];
   };
   struct Column {};
 
@@ -26,25 +25,26 @@ struct ActivationLoader {
     for (int i = 0; i < kInputs; ++i) fragment.x[i].Load(x + (row * kInputs + i) * cols + col);
   }
   __device__ void LoadColumn(int64_t, Column&) const {}
-  __device__ void Compute(int, int64_t, const Fragment& fragment, const Column&, float (&y)[kChunk]) const {
+  __device__ void Compute(int64_t, const Fragment& fragment, const Column&, float (&y)[kOutputs][kChunk]) const {
     float gate[kChunk];
     Unpack(fragment.x[0], gate);
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) y[i] = Activate<kBase<kind>>(gate[i]).value;
+    for (int i = 0; i < kChunk; ++i) y[0][i] = Activate<T, kBase<kind>>(gate[i]).value;
     if constexpr (kGated<kind>) {
       float linear[kChunk];
       Unpack(fragment.x[1], linear);
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) y[i] *= linear[i];
+      for (int i = 0; i < kChunk; ++i) y[0][i] *= linear[i];
     }
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) y[i] = Rounded<T>(y[i]);
+    Round<T>(y[0]);
   }
 };
 
 }  // namespace
 
-size_t ActivationWorkspaceBytes(const ActivationArgs& args) { return PassWorkspace::Bytes(args.rows, args.cols, args.out); }
+size_t ActivationWorkspaceBytes(const ActivationArgs& args) {
+  return PassWorkspace::Bytes(args.rows, args.cols, args.out);
+}
 
 cudaError_t LaunchActivation(const ActivationArgs& args, void* workspace, cudaStream_t stream) {
   return DispatchFloat(args.x_dtype, [&](auto tag) {

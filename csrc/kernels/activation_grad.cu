@@ -1,5 +1,4 @@
 #include "csrc/kernels/activation_grad.h"
-
 #include "csrc/kernels/activation_math.cuh"
 #include "csrc/kernels/dispatch.h"
 #include "csrc/kernels/quantizing_pass.cuh"
@@ -14,7 +13,7 @@ struct ActivationGradLoader {
   using Element = T;
   static constexpr int kOutputs = kGated<kind> ? 2 : 1;
   struct Fragment {
-    Chunk<T> dy, x[kOutputs];
+    Chunk<T, kChunk> dy, x[kOutputs];
   };
   struct Column {};
 
@@ -28,25 +27,25 @@ struct ActivationGradLoader {
     for (int i = 0; i < kOutputs; ++i) fragment.x[i].Load(x + (row * kOutputs + i) * cols + col);
   }
   __device__ void LoadColumn(int64_t, Column&) const {}
-  __device__ void Compute(int plane, int64_t, const Fragment& fragment, const Column&, float (&y)[kChunk]) const {
-    float gate[kChunk];
-    Unpack(fragment.dy, y);
+  __device__ void Compute(int64_t, const Fragment& fragment, const Column&, float (&y)[kOutputs][kChunk]) const {
+    float grad[kChunk], gate[kChunk];
+    Unpack(fragment.dy, grad);
     Unpack(fragment.x[0], gate);
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      const ValueAndSlope act = Activate<kBase<kind>>(gate[i]);
-      y[i] *= plane == 0 ? act.slope : act.value;
-    }
     if constexpr (kGated<kind>) {
-      if (plane == 0) {
-        float linear[kChunk];
-        Unpack(fragment.x[1], linear);
+      float linear[kChunk];
+      Unpack(fragment.x[1], linear);
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) y[i] *= linear[i];
+      for (int i = 0; i < kChunk; ++i) {
+        const ValueAndSlope act = Activate<T, kBase<kind>>(gate[i]);
+        y[0][i] = grad[i] * linear[i] * act.slope;
+        y[1][i] = grad[i] * act.value;
       }
-    }
+      Round<T>(y[1]);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) y[i] = Rounded<T>(y[i]);
+      for (int i = 0; i < kChunk; ++i) y[0][i] = grad[i] * Activate<T, kind>(gate[i]).slope;
+    }
+    Round<T>(y[0]);
   }
 };
 
@@ -60,7 +59,8 @@ cudaError_t LaunchActivationGrad(const ActivationGradArgs& args, void* workspace
   return DispatchFloat(args.x_dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return DispatchActivation(args.kind, [&](auto kind) {
-      const ActivationGradLoader<T, kind()> loader{static_cast<const T*>(args.dy), static_cast<const T*>(args.x), args.cols};
+      const ActivationGradLoader<T, kind()> loader{static_cast<const T*>(args.dy), static_cast<const T*>(args.x),
+                                                   args.cols};
       return LaunchQuantizingPass(loader, args.rows, args.cols, args.out, workspace, stream);
     });
   });

@@ -1,4 +1,4 @@
-// Activations and their derivatives in fp32, from exact exponentials and IEEE divisions.
+// Activations and their derivatives in fp32.
 #ifndef TE_JAX_KERNELS_ACTIVATION_MATH_CUH_
 #define TE_JAX_KERNELS_ACTIVATION_MATH_CUH_
 
@@ -8,7 +8,19 @@
 
 namespace te_jax::kernels {
 
-__device__ inline float Sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+// 1 / (1 + exp(-x)). For results that are rounded to 16 bits the hardware's approximations (each within some 2^-21) do:
+// the accurate functions take longer than the memory traffic.
+template <class T>
+__device__ inline float Sigmoid(float x) {
+  if constexpr (sizeof(T) == 2) {
+    float exponential, inverse;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential) : "f"(x * -1.4426950408889634f));  // -log2(e)
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + exponential));
+    return inverse;
+  } else {
+    return 1.0f / (1.0f + expf(-x));
+  }
+}
 
 struct ValueAndSlope {
   float value, slope;  // act(x), act'(x)
@@ -22,13 +34,14 @@ inline constexpr ActivationKind kBase = kind == ActivationKind::kGEGLU    ? Acti
                                         : kind == ActivationKind::kSwiGLU ? ActivationKind::kSiLU
                                                                           : kind;
 
-template <ActivationKind kind>
+// T: the dtype that the result will be rounded to.
+template <class T, ActivationKind kind>
 __device__ inline ValueAndSlope Activate(float x) {
   if constexpr (kind == ActivationKind::kReLU) {
     // A NaN stays one.
     return {x < 0.0f ? 0.0f : x, x > 0.0f ? 1.0f : 0.0f};
   } else if constexpr (kind == ActivationKind::kSiLU) {
-    const float s = Sigmoid(x);
+    const float s = Sigmoid<T>(x);
     return {x * s, s * (1.0f + x * (1.0f - s))};
   } else {
     // GELU, tanh approximation: x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3); the sigmoid form
@@ -36,7 +49,7 @@ __device__ inline ValueAndSlope Activate(float x) {
     static_assert(kind == ActivationKind::kGELU);
     constexpr float kTwoSqrt2OverPi = 1.5957691216057308f;
     constexpr float kCubic = 0.044715f;
-    const float s = Sigmoid(kTwoSqrt2OverPi * x * (1.0f + kCubic * x * x));
+    const float s = Sigmoid<T>(kTwoSqrt2OverPi * x * (1.0f + kCubic * x * x));
     const float slope_2u = kTwoSqrt2OverPi * (1.0f + 3.0f * kCubic * x * x);
     return {x * s, s * (1.0f + x * (1.0f - s) * slope_2u)};
   }

@@ -1,6 +1,5 @@
-#include "csrc/kernels/norm.h"
-
 #include "csrc/kernels/dispatch.h"
+#include "csrc/kernels/norm.h"
 #include "csrc/kernels/quantizing_pass.cuh"
 
 namespace te_jax::kernels {
@@ -20,7 +19,7 @@ struct Param {
   }
   template <class T>
   __device__ void LoadAs(int64_t col, float (&out)[kChunk]) const {
-    Chunk<T> chunk;
+    Chunk<T, kChunk> chunk;
     chunk.Load(static_cast<const T*>(values) + col);
     Unpack(chunk, out);
   }
@@ -32,7 +31,8 @@ struct NormLoader {
   using Element = T;
   static constexpr int kOutputs = 1;
   struct Fragment {
-    Chunk<T> x;
+    Chunk<T, kChunk> x;
+    float mean, rstd;  // of the row
   };
   struct Column {
     float gamma[kChunk], beta[kLayer ? kChunk : 1];
@@ -45,36 +45,37 @@ struct NormLoader {
   float* rstd;         // [rows], written by NormStatsKernel
   int64_t cols;
 
-  __device__ void Load(int64_t row, int64_t col, Fragment& fragment) const { fragment.x.Load(x + row * cols + col); }
+  __device__ void Load(int64_t row, int64_t col, Fragment& fragment) const {
+    fragment.x.Load(x + row * cols + col);
+    if constexpr (kLayer) fragment.mean = mean[row];
+    fragment.rstd = rstd[row];
+  }
   __device__ void LoadColumn(int64_t col, Column& column) const {
     gamma.Load(col, column.gamma);
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) column.gamma[i] += gamma_offset;
     if constexpr (kLayer) beta.Load(col, column.beta);
   }
-  __device__ void Compute(int, int64_t row, const Fragment& fragment, const Column& column, float (&y)[kChunk]) const {
-    Normalize(fragment, column, kLayer ? mean[row] : 0.0f, rstd[row], y);
-  }
-  __device__ void Normalize(const Fragment& fragment, const Column& column, float row_mean, float row_rstd,
-                            float (&y)[kChunk]) const {
-    Unpack(fragment.x, y);
+  __device__ void Compute(int64_t, const Fragment& fragment, const Column& column, float (&y)[1][kChunk]) const {
+    Unpack(fragment.x, y[0]);
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) {
       if constexpr (kLayer) {
-        y[i] = Rounded<T>((y[i] - row_mean) * row_rstd * column.gamma[i] + column.beta[i]);
+        y[0][i] = (y[0][i] - fragment.mean) * fragment.rstd * column.gamma[i] + column.beta[i];
       } else {
-        y[i] = Rounded<T>(y[i] * row_rstd * column.gamma[i]);
+        y[0][i] = y[0][i] * fragment.rstd * column.gamma[i];
       }
     }
+    Round<T>(y[0]);
   }
 };
 
-// mean[row] and rstd[row], a warp for each row. The row is read from device memory once: the second and third look at it
-// hit the caches. Also does the work of AmaxKernel (quantizing_pass.cuh).
+// mean[row] and rstd[row], a warp for each row. The row is read from device memory once: the second and third look at
+// it hit the caches. Also does the work of AmaxKernel (quantizing_pass.cuh).
 template <class T, bool kLayer>
-__global__ void __launch_bounds__(kThreads) NormStatsKernel(NormLoader<T, kLayer> loader, int64_t rows, float epsilon,
-                                                            AmaxNeed need, const float* scale, bool only_amax,
-                                                            uint32_t* partials, float* amax_to_zero) {
+__global__ void __launch_bounds__(kThreads)
+    NormStatsKernel(NormLoader<T, kLayer> loader, int64_t rows, float epsilon, AmaxNeed need, const float* scale,
+                    bool only_amax, uint32_t* partials, float* amax_to_zero) {
   __shared__ uint32_t scratch[kWarps];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t cols = loader.cols;
@@ -84,32 +85,32 @@ __global__ void __launch_bounds__(kThreads) NormStatsKernel(NormLoader<T, kLayer
 
   // f(col, x) for every chunk of the row that belongs to this lane.
   const auto for_each_chunk = [&](int64_t row, auto&& f) {
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t col = lane * kChunk; col < cols; col += kWarp * kChunk) {
-      typename NormLoader<T, kLayer>::Fragment fragment;
-      loader.Load(row, col, fragment);
-      f(col, fragment);
+      Chunk<T, kChunk> x;
+      x.Load(loader.x + row * cols + col);
+      f(col, x);
     }
   };
   const auto sum_of_squares = [&](int64_t row, float center) {
     float sum = 0.0f;
-    for_each_chunk(row, [&](int64_t, const auto& fragment) {
+    for_each_chunk(row, [&](int64_t, const auto& chunk) {
       float x[kChunk];
-      Unpack(fragment.x, x);
+      Unpack(chunk, x);
 #pragma unroll
       for (int i = 0; i < kChunk; ++i) sum += (x[i] - center) * (x[i] - center);
     });
     return WarpSum(sum);
   };
 
-  uint32_t bits = 0;
+  float amax = 0.0f;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + warp; row < rows;
        row += static_cast<int64_t>(gridDim.x) * kWarps) {
     float mean = 0.0f;
     if constexpr (kLayer) {
-      for_each_chunk(row, [&](int64_t, const auto& fragment) {
+      for_each_chunk(row, [&](int64_t, const auto& chunk) {
         float x[kChunk];
-        Unpack(fragment.x, x);
+        Unpack(chunk, x);
 #pragma unroll
         for (int i = 0; i < kChunk; ++i) mean += x[i];
       });
@@ -121,17 +122,17 @@ __global__ void __launch_bounds__(kThreads) NormStatsKernel(NormLoader<T, kLayer
       loader.rstd[row] = rstd;
     }
     if (!take_amax) continue;
-    for_each_chunk(row, [&](int64_t col, const auto& fragment) {
+    for_each_chunk(row, [&](int64_t col, const auto& chunk) {
       typename NormLoader<T, kLayer>::Column column;
       loader.LoadColumn(col, column);
-      float y[kChunk];
-      loader.Normalize(fragment, column, mean, rstd, y);
+      float y[1][kChunk];
+      loader.Compute(row, {chunk, mean, rstd}, column, y);
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) bits = max(bits, MagnitudeBits(y[i]));
+      for (int i = 0; i < kChunk; ++i) amax = MaxMagnitude(amax, y[0][i]);
     });
   }
   if (!take_amax) return;
-  bits = BlockMax<kThreads>(bits, scratch);
+  const uint32_t bits = BlockMax<kThreads>(__float_as_uint(amax), scratch);
   if (threadIdx.x == 0) partials[blockIdx.x] = bits;
 }
 
@@ -147,9 +148,9 @@ cudaError_t LaunchTyped(const NormArgs& args, void* memory, cudaStream_t stream)
                                      args.rstd != nullptr ? args.rstd : workspace.rstd,
                                      args.cols};
   const bool only_amax = !WritesTiles(args.out) && args.mean == nullptr && args.rstd == nullptr;
-  NormStatsKernel<<<workspace.num_partials, kThreads, 0, stream>>>(loader, args.rows, args.epsilon, NeedOfAmax(args.out),
-                                                                   args.out.scale, only_amax, workspace.partials,
-                                                                   args.out.amax);
+  NormStatsKernel<<<workspace.num_partials, kThreads, 0, stream>>>(loader, args.rows, args.epsilon,
+                                                                   NeedOfAmax(args.out), args.out.scale, only_amax,
+                                                                   workspace.partials, args.out.amax);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   return LaunchWrite(loader, args.rows, args.cols, args.out, workspace, stream);
 }

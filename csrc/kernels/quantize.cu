@@ -1,6 +1,5 @@
-#include "csrc/kernels/quantize.h"
-
 #include "csrc/kernels/dispatch.h"
+#include "csrc/kernels/quantize.h"
 #include "csrc/kernels/quantizing_pass.cuh"
 
 namespace te_jax::kernels {
@@ -12,7 +11,7 @@ struct TensorLoader {
   using Element = T;
   static constexpr int kOutputs = 1;
   struct Fragment {
-    Chunk<T> x;
+    Chunk<T, kChunk> x;
   };
   struct Column {};
 
@@ -21,8 +20,8 @@ struct TensorLoader {
 
   __device__ void Load(int64_t row, int64_t col, Fragment& fragment) const { fragment.x.Load(x + row * cols + col); }
   __device__ void LoadColumn(int64_t, Column&) const {}
-  __device__ void Compute(int, int64_t, const Fragment& fragment, const Column&, float (&y)[kChunk]) const {
-    Unpack(fragment.x, y);
+  __device__ void Compute(int64_t, const Fragment& fragment, const Column&, float (&y)[kOutputs][kChunk]) const {
+    Unpack(fragment.x, y[0]);
   }
 };
 

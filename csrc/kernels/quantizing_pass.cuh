@@ -7,7 +7,8 @@
 //   struct Fragment, Column;                     // operands of one chunk; what depends on its columns alone
 //   void Load(int64_t row, int64_t col, Fragment&) const;
 //   void LoadColumn(int64_t col, Column&) const;
-//   void Compute(int plane, int64_t row, const Fragment&, const Column&, float (&y)[kChunk]) const;  // rounded
+//   void Compute(int64_t row, const Fragment&, const Column&, float (&y)[kOutputs][kChunk]) const;  // rounded to
+//   Element
 //
 // Kernels on the stream, in this order (everything stays on the device, the host never waits):
 //   AmaxKernel    if y is quantized: its blocks return at once unless the scale operand is 0; also zeroes amax
@@ -31,12 +32,18 @@
 
 namespace te_jax::kernels {
 
-constexpr int kTile = 128;         // a tile is 128 x 128 elements
-constexpr int kThreads = 256;      // each thread has 4 rows of one chunk: a 4 x 4 byte transpose makes whole words
-constexpr int kRowsPerThread = 4;
+constexpr int kChunk = 8;          // columns of a thread: one 16-byte load of a 16-bit dtype
+constexpr int kRowsPerThread = 4;  // a 4 x 4 byte transpose makes whole words of a column
+constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kChunksPerTile = kTile / kChunk;
-static_assert(kThreads * kRowsPerThread * kChunk == kTile * kTile);
+constexpr int kChunksPerTile = kTileCols / kChunk;
+constexpr int kWords = kChunk / 4;  // of FP8 of a chunk
+constexpr int kUnit = 16;           // rows of a column that are written at once
+constexpr int kUnitsPerTile = kTileRows / kUnit;
+static_assert(kThreads * kRowsPerThread * kChunk == kTileRows * kTileCols);
+static_assert(kChunksPerTile == kUnitsPerTile, "the swizzle of the transposed tile pairs them");
+
+using TransposedTile = uint32_t[kTileCols][kTileRows / 4];
 
 // What the kernels need of QuantizedOut.
 struct PassParams {
@@ -59,11 +66,11 @@ struct Place {
   int chunk, group;  // of 8 chunks, of 32 groups of 4 rows
   int64_t tile_row, tile_col, row, col;
   __device__ Place(int64_t index, int64_t cols) {
-    const int64_t tiles_per_row = (cols + kTile - 1) / kTile;
+    const int64_t tiles_per_row = NumColTiles(cols);
     chunk = threadIdx.x % kChunksPerTile;
     group = threadIdx.x / kChunksPerTile;
-    tile_row = index / tiles_per_row * kTile;
-    tile_col = index % tiles_per_row * kTile;
+    tile_row = index / tiles_per_row * kTileRows;
+    tile_col = index % tiles_per_row * kTileCols;
     row = tile_row + kRowsPerThread * group;
     col = tile_col + kChunk * chunk;
   }
@@ -86,29 +93,30 @@ struct Operands {
 };
 
 template <class Loader>
-__global__ void __launch_bounds__(kThreads) AmaxKernel(Loader loader, int64_t rows, int64_t cols, const float* only_if_zero,
-                                                       uint32_t* partials, float* amax_to_zero) {
+__global__ void __launch_bounds__(kThreads)
+    AmaxKernel(Loader loader, int64_t rows, int64_t cols, const float* only_if_zero, uint32_t* partials,
+               float* amax_to_zero) {
   __shared__ uint32_t scratch[kWarps];
   if (amax_to_zero != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *amax_to_zero = 0.0f;
   if (only_if_zero != nullptr && *only_if_zero != 0.0f) return;
-  const int64_t num_tiles = NumTiles(rows) * NumTiles(cols);
-  uint32_t bits = 0;
+  const int64_t num_tiles = NumRowTiles(rows) * NumColTiles(cols);
+  float amax = 0.0f;
   for (int64_t index = blockIdx.x; index < num_tiles; index += gridDim.x) {
     const Place at(index, cols);
     const Operands<Loader> operands(loader, at, rows, cols);
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
       if (at.row + r >= rows || at.col >= cols) continue;
+      float y[Loader::kOutputs][kChunk];
+      loader.Compute(at.row + r, operands.fragment[r], operands.column, y);
 #pragma unroll
       for (int plane = 0; plane < Loader::kOutputs; ++plane) {
-        float y[kChunk];
-        loader.Compute(plane, at.row + r, operands.fragment[r], operands.column, y);
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) bits = max(bits, MagnitudeBits(y[i]));
+        for (int i = 0; i < kChunk; ++i) amax = MaxMagnitude(amax, y[plane][i]);
       }
     }
   }
-  bits = BlockMax<kThreads>(bits, scratch);
+  const uint32_t bits = BlockMax<kThreads>(__float_as_uint(amax), scratch);
   if (threadIdx.x == 0) partials[blockIdx.x] = bits;
 }
 
@@ -118,15 +126,15 @@ __device__ inline uint32_t ReducePartials(const uint32_t* partials, int num_part
   return BlockMax<kThreads>(bits, scratch);
 }
 
-// Transposes 4 rows x 16 columns of bytes into words of 4 rows, and puts them at their columns of the shared tile.
-// A word lies in 16-byte unit (row / 16) ^ (column / 16) of its column: conflict-free for this store, where a warp has
-// 16 rows of 8 chunks, and for the 16-byte reads along a column.
-__device__ inline void StoreTransposed(const uint32_t (&words)[kRowsPerThread][4], const Place& at,
-                                       uint32_t (&tile)[kTile][kTile / 4]) {
+// Transposes 4 rows x 8 columns of bytes into words of 4 rows, and puts them at their columns of the shared tile.
+// A word lies in 16-byte unit (row / 16) ^ (chunk of its column): conflict-free for this store, where a warp has 16
+// rows of 8 chunks, and for the 16-byte reads along a column.
+__device__ inline void StoreTransposed(const uint32_t (&words)[kRowsPerThread][kWords], const Place& at,
+                                       TransposedTile& tile) {
   const int slot = ((at.group / 4) ^ at.chunk) * 4 + at.group % 4;
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const uint32_t low01 = __byte_perm(words[0][j], words[1][j], 0x5140);   // r0c0 r1c0 r0c1 r1c1
+  for (int j = 0; j < kWords; ++j) {
+    const uint32_t low01 = __byte_perm(words[0][j], words[1][j], 0x5140);  // r0c0 r1c0 r0c1 r1c1
     const uint32_t low23 = __byte_perm(words[2][j], words[3][j], 0x5140);
     const uint32_t high01 = __byte_perm(words[0][j], words[1][j], 0x7362);  // r0c2 r1c2 r0c3 r1c3
     const uint32_t high23 = __byte_perm(words[2][j], words[3][j], 0x7362);
@@ -139,13 +147,12 @@ __device__ inline void StoreTransposed(const uint32_t (&words)[kRowsPerThread][4
 }
 
 // Writes the tile's columns as rows of data_t [cols, rows]; rows is a multiple of 16 where data_t is wanted.
-__device__ inline void WriteTransposed(const uint32_t (&tile)[kTile][kTile / 4], const Place& at, int64_t rows, int64_t cols,
+__device__ inline void WriteTransposed(const TransposedTile& tile, const Place& at, int64_t rows, int64_t cols,
                                        uint8_t* data_t) {
+  const int unit = threadIdx.x % kUnitsPerTile;
+  const int64_t row = at.tile_row + unit * kUnit;
 #pragma unroll
-  for (int pass = 0; pass < kRowsPerThread; ++pass) {
-    const int unit = threadIdx.x % kChunksPerTile;
-    const int column = threadIdx.x / kChunksPerTile + pass * kThreads / kChunksPerTile;
-    const int64_t row = at.tile_row + unit * kChunk;
+  for (int column = threadIdx.x / kUnitsPerTile; column < kTileCols; column += kThreads / kUnitsPerTile) {
     if (at.tile_col + column >= cols || row >= rows) continue;
     const uint4 value = *reinterpret_cast<const uint4*>(&tile[column][(unit ^ (column / kChunk)) * 4]);
     *reinterpret_cast<uint4*>(data_t + (at.tile_col + column) * rows + row) = value;
@@ -153,8 +160,8 @@ __device__ inline void WriteTransposed(const uint32_t (&tile)[kTile][kTile / 4],
 }
 
 // The block's part of the column sums: over the 4 rows of a thread, the 4 groups of a warp, the 8 warps.
-__device__ inline void WriteTileSums(float (&sums)[kChunk], const Place& at, int64_t cols, float (&scratch)[kWarps][kTile],
-                                     float* tile_sums) {
+__device__ inline void WriteTileSums(float (&sums)[kChunk], const Place& at, int64_t cols,
+                                     float (&scratch)[kWarps][kTileCols], float* tile_sums) {
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
     sums[i] += __shfl_xor_sync(kFullMask, sums[i], kChunksPerTile);
@@ -165,7 +172,7 @@ __device__ inline void WriteTileSums(float (&sums)[kChunk], const Place& at, int
     for (int i = 0; i < kChunk; ++i) scratch[threadIdx.x / kWarp][at.chunk * kChunk + i] = sums[i];
   }
   __syncthreads();
-  if (threadIdx.x < kTile && at.tile_col + threadIdx.x < cols) {
+  if (threadIdx.x < kTileCols && at.tile_col + threadIdx.x < cols) {
     float sum = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) sum += scratch[warp][threadIdx.x];
@@ -174,68 +181,84 @@ __device__ inline void WriteTileSums(float (&sums)[kChunk], const Place& at, int
   __syncthreads();  // scratch may be written again
 }
 
-template <class Loader>
-__global__ void __launch_bounds__(kThreads, 2) WriteKernel(Loader loader, PassParams params) {
+// The scale to quantize with, and whether it is derived from this tensor's amax (as bits). For the whole block.
+struct Scale {
+  float value;
+  bool derived;
+  uint32_t amax_bits;
+  __device__ Scale(const PassParams& params, uint32_t* scratch) : value(*params.scale), derived(false), amax_bits(0) {
+    if (!params.quantizes) return;
+    derived = value == 0.0f;
+    if (derived) {
+      amax_bits = ReducePartials(params.partials, params.num_partials, scratch);
+      value = ScaleFromAmax(AmaxFromBits(amax_bits), params.format_max, params.margin, params.power_of_two);
+    }
+    if (!(value > 0.0f)) value = __uint_as_float(kNaNBits);  // a broken state must be loud
+    if (blockIdx.x != 0 || threadIdx.x != 0) return;
+    *params.scale_used = value;
+    *params.scale_inv = __fdiv_rn(1.0f, value);
+    if (params.amax != nullptr && derived) *params.amax = AmaxFromBits(amax_bits);
+  }
+};
+
+// kDbias: column sums are wanted; they cost registers and an addition for each element.
+template <class Loader, bool kDbias>
+__global__ void __launch_bounds__(kThreads, Loader::kOutputs == 1 ? 4 : 3)
+    WriteKernel(Loader loader, PassParams params) {
   using T = typename Loader::Element;
   constexpr int kPlanes = Loader::kOutputs;
-  __shared__ alignas(16) uint32_t tiles[kPlanes][kTile][kTile / 4];
-  __shared__ float sums_scratch[kWarps][kTile];
+  __shared__ alignas(16) TransposedTile tiles[kPlanes];
+  __shared__ float sums_scratch[kWarps][kTileCols];
   __shared__ uint32_t scratch[kWarps];
 
   const int64_t rows = params.rows, cols = params.cols, row_length = kPlanes * cols;
-  const Place at(blockIdx.x, cols);
+  // From the end: what an amax or statistics pass has read last is still in the L2 cache.
+  const Place at(gridDim.x - 1 - blockIdx.x, cols);
   const Operands<Loader> operands(loader, at, rows, cols);
+  const Scale scale(params, scratch);
 
-  float scale = *params.scale;
-  const bool derive = params.quantizes && scale == 0.0f;
-  uint32_t amax_bits = 0;
-  if (derive) {
-    amax_bits = ReducePartials(params.partials, params.num_partials, scratch);
-    scale = ScaleFromAmax(AmaxFromBits(amax_bits), params.format_max, params.margin, params.power_of_two);
-  }
-  if (!(scale > 0.0f)) scale = __uint_as_float(kNaNBits);  // a broken state must be loud
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    if (params.scale_used != nullptr) *params.scale_used = scale;
-    if (params.scale_inv != nullptr) *params.scale_inv = __fdiv_rn(1.0f, scale);
-    if (params.amax != nullptr && derive) *params.amax = AmaxFromBits(amax_bits);
+  float amax = 0.0f;
+  uint32_t words[kPlanes][kRowsPerThread][kWords];
+  float sums[kPlanes][kChunk] = {};
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    float y[kPlanes][kChunk] = {};
+    const bool inside = at.row + r < rows && at.col < cols;
+    if (inside) loader.Compute(at.row + r, operands.fragment[r], operands.column, y);
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      float magnitude = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) {
+        magnitude = MaxMagnitude(magnitude, y[plane][i]);
+        if constexpr (kDbias) sums[plane][i] += y[plane][i];
+      }
+      amax = MaxMagnitude(amax, magnitude);
+      const int64_t offset = (at.row + r) * row_length + plane * cols + at.col;
+      if (params.hp != nullptr && inside) StoreRounded(y[plane], static_cast<T*>(params.hp) + offset);
+      if (!params.quantizes) continue;
+      float scaled[kChunk];
+      ScaleForCast(y[plane], magnitude, scale.value, scaled);
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) words[plane][r][j] = CastFour(scaled + 4 * j, params.e5m2);
+      if (params.data != nullptr && inside) {
+        *reinterpret_cast<uint2*>(params.data + offset) = make_uint2(words[plane][r][0], words[plane][r][1]);
+      }
+    }
   }
 
 #pragma unroll
   for (int plane = 0; plane < kPlanes; ++plane) {
-    uint32_t words[kRowsPerThread][4];
-    float sums[kChunk] = {};
-#pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) {
-      float y[kChunk] = {};
-      const bool inside = at.row + r < rows && at.col < cols;
-      if (inside) loader.Compute(plane, at.row + r, operands.fragment[r], operands.column, y);
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) {
-        if (!derive) amax_bits = max(amax_bits, MagnitudeBits(y[i]));
-        sums[i] += y[i];
-      }
-      const int64_t offset = (at.row + r) * row_length + plane * cols + at.col;
-      if (params.hp != nullptr && inside) StoreRounded<T>(y, static_cast<T*>(params.hp) + offset);
-      if (!params.quantizes) continue;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        words[r][j] = CastFour(Scaled(y[4 * j], scale), Scaled(y[4 * j + 1], scale), Scaled(y[4 * j + 2], scale),
-                               Scaled(y[4 * j + 3], scale), params.e5m2);
-      }
-      if (params.data != nullptr && inside) {
-        *reinterpret_cast<uint4*>(params.data + offset) = make_uint4(words[r][0], words[r][1], words[r][2], words[r][3]);
-      }
-    }
-    if (params.data_t != nullptr) StoreTransposed(words, at, tiles[plane]);
-    if (params.tile_sums != nullptr) {
-      WriteTileSums(sums, at, cols, sums_scratch, params.tile_sums + at.tile_row / kTile * row_length + plane * cols);
+    if (params.data_t != nullptr) StoreTransposed(words[plane], at, tiles[plane]);
+    if constexpr (kDbias) {
+      float* tile_sums = params.tile_sums + at.tile_row / kTileRows * row_length + plane * cols;
+      WriteTileSums(sums[plane], at, cols, sums_scratch, tile_sums);
     }
   }
-
-  if (params.amax != nullptr && !derive) {
-    amax_bits = BlockMax<kThreads>(amax_bits, scratch);
-    // Magnitudes are ordered like unsigned integers. AmaxKernel wrote the 0.
-    if (threadIdx.x == 0) atomicMax(reinterpret_cast<uint32_t*>(params.amax), __float_as_uint(AmaxFromBits(amax_bits)));
+  if (params.amax != nullptr && !scale.derived) {
+    const uint32_t bits = BlockMax<kThreads>(__float_as_uint(amax), scratch);
+    // Started from the 0 that AmaxKernel wrote.
+    if (threadIdx.x == 0) atomicMax(reinterpret_cast<uint32_t*>(params.amax), __float_as_uint(AmaxFromBits(bits)));
   }
   if (params.data_t != nullptr) {
     __syncthreads();
@@ -272,32 +295,36 @@ inline PassParams MakePassParams(int64_t rows, int64_t cols, const QuantizedOut&
   return params;
 }
 
-// Queues WriteKernel and DbiasKernel, or FinishAmaxKernel where only amax is wanted. `workspace.partials` holds the maxima
-// already, and amax is 0 already.
+// Queues WriteKernel and DbiasKernel, or FinishAmaxKernel where only amax is wanted. `workspace.partials` holds the
+// maxima already, and amax is 0 already.
 template <class Loader>
 cudaError_t LaunchWrite(const Loader& loader, int64_t rows, int64_t cols, const QuantizedOut& out,
                         const PassWorkspace& workspace, cudaStream_t stream) {
   if (!WritesTiles(out)) return LaunchFinishAmax(out, workspace, stream);
-  const auto num_tiles = static_cast<unsigned>(NumTiles(rows) * NumTiles(cols));
-  WriteKernel<<<num_tiles, kThreads, 0, stream>>>(loader, MakePassParams(rows, cols, out, workspace));
+  const auto num_tiles = static_cast<unsigned>(NumRowTiles(rows) * NumColTiles(cols));
+  const PassParams params = MakePassParams(rows, cols, out, workspace);
+  if (out.dbias == nullptr) {
+    WriteKernel<Loader, false><<<num_tiles, kThreads, 0, stream>>>(loader, params);
+    return cudaGetLastError();
+  }
+  WriteKernel<Loader, true><<<num_tiles, kThreads, 0, stream>>>(loader, params);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  if (out.dbias == nullptr) return cudaSuccess;
-  return LaunchDbias(NumTiles(rows), Loader::kOutputs * cols, workspace.tile_sums, out.dbias, stream);
+  return LaunchDbias(NumRowTiles(rows), Loader::kOutputs * cols, workspace.tile_sums, out.dbias, stream);
 }
 
 // The whole pass over y [rows, kOutputs * cols].
 template <class Loader>
-cudaError_t LaunchQuantizingPass(const Loader& loader, int64_t rows, int64_t cols, const QuantizedOut& out, void* memory,
-                                 cudaStream_t stream) {
+cudaError_t LaunchQuantizingPass(const Loader& loader, int64_t rows, int64_t cols, const QuantizedOut& out,
+                                 void* memory, cudaStream_t stream) {
   PassWorkspace workspace(rows, Loader::kOutputs * cols, out, memory);
-  workspace.num_partials = static_cast<int>(std::min<int64_t>(NumTiles(rows) * NumTiles(cols), kMaxPartials));
+  workspace.num_partials = static_cast<int>(std::min<int64_t>(NumRowTiles(rows) * NumColTiles(cols), kMaxPartials));
   const AmaxNeed need = NeedOfAmax(out);
   if (need != AmaxNeed::kNone) {
     // Where amax is taken while writing, the pass before it only zeroes it.
     const int64_t amax_rows = need == AmaxNeed::kZero ? 0 : rows;
     const int blocks = need == AmaxNeed::kZero ? 1 : workspace.num_partials;
-    AmaxKernel<<<blocks, kThreads, 0, stream>>>(loader, amax_rows, cols, need == AmaxNeed::kAlways ? nullptr : out.scale,
-                                                workspace.partials, out.amax);
+    AmaxKernel<<<blocks, kThreads, 0, stream>>>(
+        loader, amax_rows, cols, need == AmaxNeed::kAlways ? nullptr : out.scale, workspace.partials, out.amax);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
   return LaunchWrite(loader, rows, cols, out, workspace, stream);

@@ -1,4 +1,4 @@
-// Sixteen consecutive elements in registers: the unit in which every kernel here reads and writes memory.
+// Some consecutive elements in registers: the unit in which every kernel here reads and writes memory.
 #ifndef TE_JAX_KERNELS_VECTOR_CUH_
 #define TE_JAX_KERNELS_VECTOR_CUH_
 
@@ -12,12 +12,10 @@ namespace te_jax::kernels {
 using BF16 = __nv_bfloat16;
 using F16 = __half;
 
-// Rows are multiples of 16 elements, so a chunk of 16 starts on a 16-byte boundary in every dtype, FP8 included.
-constexpr int kChunk = 16;
-
-template <class T>
+// N elements of a row. Rows are multiples of 16 elements, so with 16-byte vectors a chunk starts on its boundary.
+template <class T, int N>
 struct Chunk {
-  static constexpr int kVectors = sizeof(T) * kChunk / sizeof(uint4);
+  static constexpr int kVectors = sizeof(T) * N / sizeof(uint4);
   uint4 vector[kVectors];
 
   __device__ void Load(const T* source) {
@@ -36,10 +34,10 @@ __device__ inline float2 ToFloat2(uint32_t pair, BF16) {
 }
 __device__ inline float2 ToFloat2(uint32_t pair, F16) { return __half22float2(reinterpret_cast<__half2&>(pair)); }
 
-template <class T>
-__device__ inline void Unpack(const Chunk<T>& chunk, float (&out)[kChunk]) {
+template <class T, int N>
+__device__ inline void Unpack(const Chunk<T, N>& chunk, float (&out)[N]) {
 #pragma unroll
-  for (int i = 0; i < Chunk<T>::kVectors; ++i) {
+  for (int i = 0; i < Chunk<T, N>::kVectors; ++i) {
     const uint32_t words[4] = {chunk.vector[i].x, chunk.vector[i].y, chunk.vector[i].z, chunk.vector[i].w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -54,27 +52,40 @@ __device__ inline void Unpack(const Chunk<T>& chunk, float (&out)[kChunk]) {
   }
 }
 
-template <class T>
-__device__ inline T RoundTo(float value);
-template <>
-__device__ inline float RoundTo<float>(float value) { return value; }
-template <>
-__device__ inline BF16 RoundTo<BF16>(float value) { return __float2bfloat16_rn(value); }
-template <>
-__device__ inline F16 RoundTo<F16>(float value) { return __float2half_rn(value); }
+// Two values rounded to nearest even and packed, the first one low.
+__device__ inline uint32_t RoundPair(float a, float b, BF16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+__device__ inline uint32_t RoundPair(float a, float b, F16) {
+  const __half2 pair = __floats2half2_rn(a, b);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
 
-// The nearest value of T, as fp32.
-template <class T>
-__device__ inline float Rounded(float value) { return static_cast<float>(RoundTo<T>(value)); }
+// values, each replaced by the nearest value of T.
+template <class T, int N>
+__device__ inline void Round(float (&values)[N]) {
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const float2 pair = ToFloat2(RoundPair(values[i], values[i + 1], T{}), T{});
+      values[i] = pair.x;
+      values[i + 1] = pair.y;
+    }
+  }
+}
 
-template <class T>
-__device__ inline void StoreRounded(const float (&values)[kChunk], T* target) {
-  alignas(16) T rounded[kChunk];
+template <class T, int N>
+__device__ inline void StoreRounded(const float (&values)[N], T* target) {
+  Chunk<T, N> chunk;
+  uint32_t* words = reinterpret_cast<uint32_t*>(chunk.vector);
+  if constexpr (sizeof(T) == 2) {
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) rounded[i] = RoundTo<T>(values[i]);
-  Chunk<T> chunk;
+    for (int i = 0; i < N / 2; ++i) words[i] = RoundPair(values[2 * i], values[2 * i + 1], T{});
+  } else {
 #pragma unroll
-  for (int i = 0; i < Chunk<T>::kVectors; ++i) chunk.vector[i] = reinterpret_cast<const uint4*>(rounded)[i];
+    for (int i = 0; i < N; ++i) words[i] = __float_as_uint(values[i]);
+  }
   chunk.Store(target);
 }
 

@@ -1,4 +1,5 @@
-// The scratch memory of a quantizing pass and what it holds. Plain C++: handlers ask for the size, kernels for the places.
+// The scratch memory of a quantizing pass and what it holds. Plain C++: handlers ask for the size, kernels for the
+// places.
 #ifndef TE_JAX_KERNELS_WORKSPACE_H_
 #define TE_JAX_KERNELS_WORKSPACE_H_
 
@@ -10,10 +11,15 @@
 
 namespace te_jax::kernels {
 
-// Blocks of the amax kernels at most: four per multiprocessor of an H200, and two words for each thread that reduces them.
+// Blocks of the amax kernels at most: four per multiprocessor of an H200, and two words for each thread that reduces
+// them.
 constexpr int kMaxPartials = 512;
 
-TE_JAX_HOST_DEVICE constexpr int64_t NumTiles(int64_t size) { return (size + 127) / 128; }
+// The tile that a block works on. 128 rows: a transposed tile has 128-byte rows, whole cache lines.
+constexpr int kTileRows = 128;
+constexpr int kTileCols = 64;
+TE_JAX_HOST_DEVICE constexpr int64_t NumRowTiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
+TE_JAX_HOST_DEVICE constexpr int64_t NumColTiles(int64_t cols) { return (cols + kTileCols - 1) / kTileCols; }
 
 inline bool Quantizes(const QuantizedOut& out) { return out.data != nullptr || out.data_t != nullptr; }
 inline bool WritesTiles(const QuantizedOut& out) { return Quantizes(out) || out.hp != nullptr || out.dbias != nullptr; }
@@ -35,9 +41,9 @@ inline AmaxNeed NeedOfAmax(const QuantizedOut& out) {
 struct PassWorkspace {
   uint32_t* partials = nullptr;  // [kMaxPartials]
   int num_partials = 0;
-  float* tile_sums = nullptr;    // [row tiles, cols], if dbias is wanted
-  float* mean = nullptr;         // [rows], norms only
-  float* rstd = nullptr;         // [rows], norms only
+  float* tile_sums = nullptr;  // [row tiles, cols], if dbias is wanted
+  float* mean = nullptr;       // [rows], norms only
+  float* rstd = nullptr;       // [rows], norms only
 
   // `cols` is the number of columns of the result.
   PassWorkspace(int64_t rows, int64_t cols, const QuantizedOut& out, void* memory) {
@@ -45,12 +51,12 @@ struct PassWorkspace {
     partials = reinterpret_cast<uint32_t*>(next);
     next += kMaxPartials * sizeof(uint32_t);
     tile_sums = reinterpret_cast<float*>(next);
-    if (out.dbias != nullptr) next += NumTiles(rows) * cols * sizeof(float);
+    if (out.dbias != nullptr) next += NumRowTiles(rows) * cols * sizeof(float);
     mean = reinterpret_cast<float*>(next);
     rstd = mean + rows;
   }
   static size_t Bytes(int64_t rows, int64_t cols, const QuantizedOut& out, bool norm = false) {
-    return kMaxPartials * sizeof(uint32_t) + (out.dbias == nullptr ? 0 : NumTiles(rows) * cols * sizeof(float)) +
+    return kMaxPartials * sizeof(uint32_t) + (out.dbias == nullptr ? 0 : NumRowTiles(rows) * cols * sizeof(float)) +
            (norm ? 2 * rows * sizeof(float) : 0);
   }
 };

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -57,7 +59,7 @@ class MultiHeadAttention(nn.Module):
     use_bias: bool = False
     dropout_rate: float = 0.0
     residual: bool = False
-    attention_implementation: str | None = None
+    attention_implementation: Literal["xla", "cudnn"] | None = None
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = default_bias_init
     recipe: Recipe | None = None
@@ -118,7 +120,7 @@ class MultiHeadAttention(nn.Module):
         return Sequential(chain, recipe=self.recipe, dtype=self.dtype, param_dtype=self.param_dtype, **kwargs)
 
     @nn.nowrap
-    def _head_shapes(self, x: Array) -> tuple[int, int, int]:
+    def _head_shapes(self, x: jax.ShapeDtypeStruct | Array) -> tuple[int, int, int]:
         """Checked (H, G, D)."""
         if x.ndim not in (2, 3):
             raise ValueError(f"MultiHeadAttention: x: expected [B, T, C] or [T, C], got shape {x.shape}")
@@ -139,7 +141,7 @@ class MultiHeadAttention(nn.Module):
         return heads, kv_heads, head_dim
 
     @nn.nowrap
-    def _implementation(self, query: Array) -> str:
+    def _implementation(self, query: Array) -> Literal["xla", "cudnn"]:
         """What to ask jax for: "cudnn" only where tracing it can't raise."""
         asked = self.attention_implementation
         if asked not in (None, "xla", "cudnn"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,9 +97,9 @@ class LayerNormDense(ChainModule, kw_only=False):
 class DenseGeneral(nn.Module):
     """Drop-in for ``nn.DenseGeneral`` (without batch_dims): a linear over several axes into several features.
 
-    y [*kept, *features] = x contracted over ``axis`` with kernel [*axis sizes, *features], + bias [*features]. Parameters
-    are exactly ``{kernel, bias}`` in these shapes, with ``nn.DenseGeneral``'s initialisers. The computation is that of
-    ``Dense`` on the flattened sizes; FP8 state is that of one linear.
+    y [*kept, *features] = x contracted over ``axis`` with kernel [*axis sizes, *features], + bias [*features].
+    Parameters are exactly ``{kernel, bias}`` in these shapes, with ``nn.DenseGeneral``'s initialisers. The computation
+    is that of ``Dense`` on the flattened sizes; FP8 state is that of one linear.
 
     Attributes:
       features: output sizes.
@@ -136,7 +137,7 @@ class DenseGeneral(nn.Module):
             for name, state in dense.init(jax.random.key(0), flat).get(COLLECTION, {}).items():
                 self.put_variable(COLLECTION, name, state)
         state = self.variables.get(COLLECTION, {})
-        y = dense.apply({"params": params, COLLECTION: state}, flat)
+        y: Any = dense.apply({"params": params, COLLECTION: state}, flat)
         return y.reshape(*y.shape[:-1], *features)
 
     def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> FusionPlan:
@@ -167,9 +168,9 @@ class DenseGeneral(nn.Module):
 
         def init_flat(key: Array, shape: tuple[int, ...], dtype: Dtype) -> Array | meta.AxisMetadata:
             value = init(key, flat_shape, dtype)
-            if isinstance(value, meta.AxisMetadata):
+            if isinstance(value, meta.AxisMetadata):  # nn.with_partitioning: the names are those of the full shape
                 return meta.replace_boxed(value, value.unbox().reshape(shape))
-            return value.reshape(shape)
+            return jnp.reshape(value, shape)
 
         return self.param(name, init_flat, shape, self.param_dtype).reshape(flat_shape)
 

@@ -61,7 +61,7 @@ class LayerNormMLP(ChainModule, kw_only=False):
         )
 
     @nn.compact
-    def __call__(self, x: Array, *, deterministic: bool = True) -> Array:
+    def __call__(self, x: Array, *, deterministic: bool = True) -> Array:  # type: ignore[override]
         """x [*lead, K] -> [*lead, features], in ``dtype``."""
         if not self.residual:
             return super().__call__(x, deterministic=deterministic)
@@ -71,7 +71,7 @@ class LayerNormMLP(ChainModule, kw_only=False):
             )
         return super().__call__(x, x, deterministic=deterministic)
 
-    def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> FusionPlan:
+    def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> FusionPlan:  # type: ignore[override]
         """The chain's plan for x [*lead, K]; options as those of ``Sequential.plan``."""
         return super().plan(x, *((x,) if self.residual else ()), **options)
 

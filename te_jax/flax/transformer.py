@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ class TransformerLayer(nn.Module):
     rope: bool = True
     rope_base: float = 10000.0
     dropout_rate: float = 0.0
-    attention_implementation: str | None = None
+    attention_implementation: Literal["xla", "cudnn"] | None = None
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = default_bias_init
     recipe: Recipe | None = None
@@ -103,15 +103,15 @@ class TransformerLayer(nn.Module):
     @nn.nowrap
     def _shared(self) -> dict[str, Any]:
         """The arguments that both children take."""
-        return dict(
-            norm=self.norm,
-            epsilon=self.epsilon,
-            use_bias=self.use_bias,
-            dropout_rate=self.dropout_rate,
-            residual=True,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
-            recipe=self.recipe,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-        )
+        return {
+            "norm": self.norm,
+            "epsilon": self.epsilon,
+            "use_bias": self.use_bias,
+            "dropout_rate": self.dropout_rate,
+            "residual": True,
+            "kernel_init": self.kernel_init,
+            "bias_init": self.bias_init,
+            "recipe": self.recipe,
+            "dtype": self.dtype,
+            "param_dtype": self.param_dtype,
+        }

@@ -48,7 +48,7 @@ def regime(*arrays) -> Regime:
         sharding = jax.typeof(array).sharding
         if mesh.empty and not sharding.mesh.empty:
             mesh = sharding.mesh
-    by_type = {kind: [] for kind in AxisType}
+    by_type: dict[AxisType, list[str]] = {kind: [] for kind in AxisType}
     for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
         if size > 1 or kind == AxisType.Manual:
             by_type[kind].append(name)

@@ -44,6 +44,17 @@ class ShardingRule:
     amax: Factors = ()
     sums: Factors = ()
 
+    def batched(self, levels: Sequence[Sequence[bool]]) -> ShardingRule:
+        """The rule with batch dimensions in front; ``levels`` says for each which operands have it. Results all do."""
+        names = [f"b{i}" for i in range(len(levels))]
+        operands = tuple(
+            (*(name for name, has in zip(names, levels, strict=True) if has[i]), *factors)
+            for i, factors in enumerate(self.operands)
+        )
+        return dataclasses.replace(
+            self, operands=operands, results=tuple((*names, *factors) for factors in self.results)
+        )
+
     def shardy(self) -> SdyShardingRule:
         """The rule as ``custom_partitioning`` takes it."""
         return SdyShardingRule(

@@ -1,6 +1,6 @@
 """The JAX primitives of te_jax: one custom call each, with a jnp reference. Contract: docs/design/0001."""
 
-from te_jax.primitives import custom_call as _custom_call
+from te_jax.primitives import definition as _definition
 from te_jax.primitives import library as library
 from te_jax.primitives import support as support
 from te_jax.primitives.activation import activation as activation
@@ -17,5 +17,5 @@ from te_jax.primitives.spec import GemmSpec as GemmSpec
 from te_jax.primitives.spec import NormSpec as NormSpec
 from te_jax.primitives.spec import QuantizeSpec as QuantizeSpec
 
-TARGETS = _custom_call.targets()
+TARGETS = _definition.targets()
 """The names of all custom calls: those of the primitives in a jaxpr, and of the targets in a lowered program."""

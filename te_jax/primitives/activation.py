@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from te_jax import errors
 from te_jax.parallel.sharding import ShardingRule
 from te_jax.primitives import quantizing
-from te_jax.primitives.custom_call import CustomCall, Definition
+from te_jax.primitives.custom_call import CustomCall
+from te_jax.primitives.definition import Definition
 from te_jax.primitives.quantizing import QuantizeOut
 from te_jax.primitives.spec import ACTIVATIONS, GATED_ACTIVATIONS, ActivationGradSpec, ActivationSpec
 
@@ -29,7 +30,7 @@ def activation(
 def activation_grad(
     dy: jax.Array, x: jax.Array, scale: jax.Array, spec: ActivationGradSpec, *, amax_axes: tuple[str, ...] | None = None
 ) -> QuantizeOut:
-    """y, in x's shape, = the cotangent of x for dy [*lead, C]; dtypes equal; scale and amax_axes as for ``quantize``."""
+    """y, in x's shape: the cotangent of x for dy [*lead, C], in x's dtype; scale, amax_axes as for ``quantize``."""
     return quantizing.to_out(spec, _ACTIVATION_GRAD(spec, dy, x, scale, amax_axes=amax_axes))
 
 

@@ -16,74 +16,29 @@ An operation describes itself by a :class:`Definition`; :class:`CustomCall` make
   In each of them a shard runs the same ``Definition.local``.
 
 Explicit meshes use ``shard_map`` and not ``auto_axes`` around ``custom_partitioning``, because a program with
-``custom_partitioning`` over several devices can't be exported. A mesh that is manual over some axes and Auto over
-others runs the reference: ``custom_partitioning`` is not told the names of the axes there.
+``custom_partitioning`` over several devices can't be exported. Mixed meshes: Explicit and Auto axes all become Auto;
+Manual and Auto axes run the reference, because ``custom_partitioning`` is not told the names of the axes there.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.ffi
-from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_jax import compat, config, errors
 from te_jax.parallel import mesh as mesh_lib
-from te_jax.parallel.sharding import Reductions, ShardingRule
+from te_jax.parallel.sharding import Reductions
 from te_jax.primitives import library
+from te_jax.primitives.batching import loop_over_examples
+from te_jax.primitives.definition import DEFINITIONS, Definition
+from te_jax.primitives.partitioned import partitioned
 from te_jax.primitives.spec import Spec
 
 NATIVE_PLATFORMS = ("cpu", "cuda")
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Definition:
-    """What a custom call is. ``spec`` decides everything static; avals are abstract values of the operands.
-
-    Attributes:
-      name: the public function's name; the custom call's target and the primitive are ``te_jax_<name>``.
-      spec_type: the class of its specs.
-      operands: spec -> the operands' names, in order.
-      check: (spec, *avals) -> None; raises ValueError or TypeError naming the operand.
-      results: (spec, *avals) -> (shape, dtype) of each result.
-      reference: (spec, *arrays) -> tuple of results, in jnp.
-      why_not: (spec, *avals) -> why the handlers don't take these shapes, or None if they do.
-      rule: (spec, *avals) -> how dimensions are tied together.
-      local: (call, spec, reductions, *arrays) -> results of one shard; ``call(spec, *arrays)`` runs the primitive.
-      aliases: spec -> {operand index: result index} that share a buffer.
-    """
-
-    name: str
-    spec_type: type[Spec]
-    operands: Callable[[Spec], tuple[str, ...]]
-    check: Callable[..., None]
-    results: Callable[..., tuple]
-    reference: Callable[..., tuple]
-    why_not: Callable[..., str | None]
-    rule: Callable[..., ShardingRule]
-    local: Callable[..., tuple]
-    aliases: Callable[[Spec], dict[int, int]] = lambda spec: {}
-
-    @property
-    def target(self) -> str:
-        return f"te_jax_{self.name}"
-
-    def __repr__(self) -> str:
-        return self.target
-
-
-DEFINITIONS: dict[type[Spec], Definition] = {}
-"""Every operation by the class of its specs."""
-
-
-def targets() -> tuple[str, ...]:
-    """The names of all custom calls, which are those of their primitives too."""
-    return tuple(definition.target for definition in DEFINITIONS.values())
 
 
 class CustomCall:
@@ -92,6 +47,8 @@ class CustomCall:
     def __init__(self, definition: Definition):
         self.definition = definition
         self.primitive = _primitive(definition)
+        # (spec, *operands) -> results, by whether a custom call is wanted where it can be had.
+        self.bind = {wanted: functools.partial(self._bind, wanted) for wanted in (False, True)}
         DEFINITIONS[definition.spec_type] = definition
 
     def __call__(self, spec: Spec, *operands: jax.Array, amax_axes: tuple[str, ...] | None = None) -> tuple:
@@ -107,7 +64,7 @@ class CustomCall:
             amax_axes = mesh_lib.amax_axes(operands[0], operands[-1])
         return _jitted(self, spec, tuple(amax_axes), config.custom_calls_enabled(), *operands)
 
-    def bind(self, custom_call: bool, spec: Spec, *operands: jax.Array) -> tuple:
+    def _bind(self, custom_call: bool, spec: Spec, *operands: jax.Array) -> tuple:
         """Binds the primitive. Operands are made to agree on the manual axes they vary over."""
         varying = frozenset().union(*map(compat.varying_axes, operands))
         operands = tuple(compat.pvary(x, varying) for x in operands)
@@ -117,38 +74,50 @@ class CustomCall:
         """Runs in the regime of the operands' mesh."""
         regime = mesh_lib.regime(*operands)
         if regime.manual:
-            # custom_partitioning doesn't learn the axes' names here, a reference is partitioned by XLA as it is.
+            # custom_partitioning isn't told the names of Auto axes here; a reference is partitioned by XLA as it is.
             custom_call = custom_call and not regime.auto
+        if regime.explicit and regime.auto and not regime.manual:
+            return self._all_auto(spec, custom_call, regime, *operands)
         if regime.explicit:
             return self._explicit(spec, amax_axes, custom_call, regime, *operands)
         if regime.manual:
-            call = functools.partial(self.bind, custom_call)
+            call = self.bind[custom_call]
             return self.definition.local(call, spec, Reductions(amax=amax_axes), *operands)
-        return _partitioned(self, spec, custom_call)(*operands)
+        return partitioned(self.definition, self.bind[custom_call], spec)(*operands)
 
     def _explicit(self, spec, amax_axes, custom_call, regime, *operands):
         """``shard_map`` over the explicit axes. Axes that are already manual stay so."""
-        rule = self.definition.rule(spec, *map(jax.typeof, operands))
-        sizes = {name: regime.mesh.shape[name] for name in regime.explicit}
-        axes = rule.axes([(x.shape, jax.typeof(x).sharding.spec) for x in operands], (), sizes)
+        rule, axes = self._explicit_axes(spec, regime, operands)
         reductions = rule.reductions(axes)
         reductions = Reductions(amax=amax_axes + reductions.amax, sums=reductions.sums)
 
         def shard(*operands):
-            call = functools.partial(self.bind, custom_call and not regime.auto)
+            call = self.bind[custom_call]
             return self.definition.local(call, spec, reductions, *operands)
 
         in_specs = rule.operand_specs(axes)
-        operands = tuple(_reshard(x, spec, regime.explicit) for x, spec in zip(operands, in_specs, strict=True))
         return compat.shard_map(
             shard,
             mesh=regime.mesh,
             in_specs=in_specs,
             out_specs=rule.result_specs(axes),
             # All axes if all are explicit: vmap over a sharded dimension takes an axis away, without telling us.
-            axis_names=set(regime.explicit) if regime.auto or regime.manual else set(),
+            axis_names=set(regime.explicit) if regime.manual else set(),
             check_vma=compat.checks_varying_axes(),
-        )(*operands)
+        )(*map(_reshard, operands, in_specs))
+
+    def _all_auto(self, spec, custom_call, regime, *operands):
+        """``auto_axes`` for a mesh that is Explicit over some axes and Auto over others."""
+        rule, axes = self._explicit_axes(spec, regime, operands)
+        out_sharding = tuple(NamedSharding(regime.mesh, spec) for spec in rule.result_specs(axes))
+        function = partitioned(self.definition, self.bind[custom_call], spec)
+        return compat.auto_axes(function, axes=regime.explicit, out_sharding=out_sharding)(*operands)
+
+    def _explicit_axes(self, spec, regime, operands):
+        """The rule, and the explicit axes of each factor as the operands' types show them."""
+        rule = self.definition.rule(spec, *map(jax.typeof, operands))
+        sizes = {name: regime.mesh.shape[name] for name in regime.explicit}
+        return rule, rule.axes([(x.shape, jax.typeof(x).sharding.spec) for x in operands], (), sizes)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
@@ -174,84 +143,13 @@ def _check(definition: Definition, spec: Spec, operands: Sequence) -> None:
     definition.check(spec, *map(jax.typeof, operands))
 
 
-def _reshard(x: jax.Array, spec: PartitionSpec, explicit: Sequence[str]) -> jax.Array:
+def _reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Makes the type of x show ``spec``, moving data only if it shows another one."""
     current = tuple(jax.typeof(x).sharding.spec)
     wanted = tuple(spec)
     if current + (None,) * (x.ndim - len(current)) == wanted + (None,) * (x.ndim - len(wanted)):
         return x
     return compat.reshard(x, spec)
-
-
-# Auto meshes
-
-
-@functools.lru_cache(maxsize=None)
-def _partitioned(call: CustomCall, spec: Spec, custom_call: bool) -> Callable[..., tuple]:
-    """The function for Auto meshes. Cached, so that JAX sees one function per spec."""
-    bind = functools.partial(call.bind, custom_call)
-    function = custom_partitioning(functools.partial(bind, spec))
-    function.def_partition(
-        partition=functools.partial(_partition, call.definition, spec, bind),
-        sharding_rule=lambda mesh, operands, results: _shardy_rule(call.definition, spec, operands),
-    )
-
-    @custom_vmap
-    def batched(*operands):
-        return function(*_refuse_export(operands))
-
-    @batched.def_vmap
-    def loop(axis_size, in_batched, *operands):
-        outs = _loop(batched, in_batched, operands)
-        return tuple(outs), (True,) * len(outs)
-
-    return batched
-
-
-def _refuse_export(operands: tuple) -> tuple:
-    """The operands; a program with ``custom_partitioning`` over several devices, lowered for export, is an error.
-
-    JAX refuses it too, with a message about host callbacks.
-    """
-    return (*operands[:-1], _not_exported.bind(operands[-1]))
-
-
-def _lower_not_exported(ctx, operand):
-    module = ctx.module_context
-    devices = getattr(module.axis_context, "num_devices", 1)
-    if module.lowering_parameters.for_export and devices > 1:
-        raise NotImplementedError(
-            f"te_jax: jax.export: expected a program for one device, or one whose mesh is Explicit or Manual, got one for "
-            f"{devices} devices whose mesh is Auto (jax can't export custom_partitioning)"
-        )
-    return [operand]
-
-
-_not_exported = compat.Primitive("te_jax_not_exported")
-_not_exported.def_impl(lambda x: x)
-_not_exported.def_abstract_eval(lambda x: x)
-compat.mlir.register_lowering(_not_exported, _lower_not_exported)
-
-
-def _shardy_rule(definition: Definition, spec: Spec, operand_types) -> object:
-    shapes = [jax.ShapeDtypeStruct(t.shape, jax.numpy.float32) for t in operand_types]
-    return definition.rule(spec, *shapes).shardy()
-
-
-def _partition(definition: Definition, spec: Spec, bind, mesh, operands, results):
-    """The callback of ``custom_partitioning``: one shard's function, and the shardings that it needs and gives."""
-    rule = definition.rule(spec, *operands)
-    axes = rule.axes(
-        [(x.shape, x.sharding.spec) for x in operands],
-        [(x.shape, x.sharding.spec) for x in jax.tree.leaves(results)],
-        dict(mesh.shape),
-    )
-    shard = functools.partial(definition.local, bind, spec, rule.reductions(axes))
-    shardings = [
-        tuple(NamedSharding(mesh, spec) for spec in specs)
-        for specs in (rule.result_specs(axes), rule.operand_specs(axes))
-    ]
-    return mesh, shard, *shardings
 
 
 # The primitive
@@ -261,7 +159,7 @@ def _primitive(definition: Definition) -> compat.Primitive:
     primitive = compat.Primitive(definition.target)
     primitive.multiple_results = True
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def compiled(spec, custom_call):
         return jax.jit(functools.partial(primitive.bind, spec=spec, custom_call=custom_call))
 
@@ -276,7 +174,7 @@ def _primitive(definition: Definition) -> compat.Primitive:
     def batch(operands, dims, **params):
         in_batched = [d is not compat.not_mapped for d in dims]
         front = [jax.numpy.moveaxis(x, d, 0) if b else x for x, d, b in zip(operands, dims, in_batched, strict=True)]
-        outs = _loop(functools.partial(primitive.bind, **params), in_batched, front)
+        outs = loop_over_examples(functools.partial(primitive.bind, **params), in_batched, *front)
         return outs, [0] * len(outs)
 
     def reference(*operands, spec, custom_call):
@@ -306,38 +204,3 @@ def native(platform: str) -> bool:
     if platform == "cuda" and not library.has_cuda_backend():
         return True
     return library.ensure_registered(platform).available
-
-
-def _loop(function, in_batched: Sequence[bool], operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """``function`` on each example in turn. Batched operands and all results have the batch dimension first."""
-
-    def loop(*operands):
-        def example(batched):
-            batched = iter(batched)
-            return tuple(function(*(next(batched) if b else x for x, b in zip(operands, in_batched, strict=True))))
-
-        return list(jax.lax.map(example, tuple(x for x, b in zip(operands, in_batched, strict=True) if b)))
-
-    batch = _batch_sharding(in_batched, operands)
-    if batch is None:
-        return loop(*operands)
-    mesh, axes = batch
-    split = PartitionSpec(axes)
-    return compat.shard_map(
-        loop,
-        mesh=mesh,
-        in_specs=tuple(split if b else PartitionSpec() for b in in_batched),
-        out_specs=split,
-        axis_names=set(axes),
-        check_vma=compat.checks_varying_axes(),
-    )(*operands)
-
-
-def _batch_sharding(in_batched, operands):
-    """(mesh, axes) over which the batch dimension is split in an Explicit mesh, where a loop can't go over it."""
-    for x, b in zip(operands, in_batched, strict=True):
-        sharding = jax.typeof(x).sharding
-        entry = sharding.spec[0] if b and len(sharding.spec) else None
-        if entry is not None:
-            return sharding.mesh, (entry,) if isinstance(entry, str) else tuple(entry)
-    return None

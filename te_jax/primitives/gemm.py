@@ -12,7 +12,8 @@ import numpy as np
 from te_jax import errors
 from te_jax.parallel.sharding import ShardingRule
 from te_jax.primitives import quantizing
-from te_jax.primitives.custom_call import CustomCall, Definition
+from te_jax.primitives.custom_call import CustomCall
+from te_jax.primitives.definition import Definition
 from te_jax.primitives.quantizing import ALIGNMENT, HIGH_PRECISION
 from te_jax.primitives.spec import GemmSpec
 from te_jax.quant import reference
@@ -52,7 +53,7 @@ def gemm(
         expected = "an array" if name in wanted else "None"
         got = "None" if operand is None else "an array"
         errors.check_value(expected == got, "gemm", name, f"{expected} for this spec", got)
-    out, *amax = _GEMM(spec, *(given[name] for name in wanted))
+    out, *amax = _GEMM(spec, *(operand for operand in given.values() if operand is not None))
     return out, (amax[0] if amax else None)
 
 
@@ -98,13 +99,11 @@ def _check(spec, lhs, rhs, *rest):
             quantizing.check_high_precision("gemm", name, rest[name])
             errors.check_value(rest[name].shape == shape, "gemm", name, f"shape {shape}", rest[name].shape)
     if "c" in rest and not is_fp8(_out_dtype(spec)):
-        errors.check_type(
-            rest["c"].dtype == _out_dtype(spec), "gemm", "c", f"dtype {spec.out_dtype}", rest["c"].dtype
-        )
+        errors.check_type(rest["c"].dtype == _out_dtype(spec), "gemm", "c", f"dtype {spec.out_dtype}", rest["c"].dtype)
 
 
 def _check_spec(spec):
-    names = tuple(dtype.name for dtype in HIGH_PRECISION) + ("float8_e4m3fn", "float8_e5m2")
+    names = (*(dtype.name for dtype in HIGH_PRECISION), "float8_e4m3fn", "float8_e5m2")
     errors.check_type(spec.out_dtype in names, "gemm", "out_dtype", " or ".join(names), spec.out_dtype)
     fp8_out = is_fp8(_out_dtype(spec))
     errors.check_value(spec.fp8 or not fp8_out, "gemm", "out_dtype", "high precision unless fp8", spec.out_dtype)

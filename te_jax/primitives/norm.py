@@ -9,7 +9,8 @@ import numpy as np
 from te_jax import errors
 from te_jax.parallel.sharding import ShardingRule
 from te_jax.primitives import quantizing
-from te_jax.primitives.custom_call import CustomCall, Definition
+from te_jax.primitives.custom_call import CustomCall
+from te_jax.primitives.definition import Definition
 from te_jax.primitives.quantizing import QuantizeOut
 from te_jax.primitives.spec import NORMS, NormSpec
 

@@ -9,7 +9,8 @@ import numpy as np
 from te_jax import errors
 from te_jax.parallel.sharding import ShardingRule
 from te_jax.primitives import quantizing
-from te_jax.primitives.custom_call import CustomCall, Definition
+from te_jax.primitives.custom_call import CustomCall
+from te_jax.primitives.definition import Definition
 from te_jax.primitives.quantizing import HIGH_PRECISION, QuantizeOut
 from te_jax.primitives.spec import DequantizeSpec, QuantizeSpec
 from te_jax.quant import reference
@@ -72,8 +73,8 @@ def _check_dequantize(spec, data, scale_inv):
     errors.check_type(is_fp8(data.dtype), "dequantize", "data", "dtype float8_e4m3fn or float8_e5m2", data.dtype)
     quantizing.check_rank("dequantize", "data", data)
     quantizing.check_scalar("dequantize", "scale_inv", scale_inv)
-    names = tuple(dtype.name for dtype in HIGH_PRECISION)
-    errors.check_type(spec.out_dtype in names, "dequantize", "out_dtype", "float32, bfloat16 or float16", spec.out_dtype)
+    expected = [dtype.name for dtype in HIGH_PRECISION]
+    errors.check_type(spec.out_dtype in expected, "dequantize", "out_dtype", " or ".join(expected), spec.out_dtype)
 
 
 def _why_not_dequantize(spec, data, scale_inv):

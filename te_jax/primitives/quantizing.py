@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -164,7 +164,14 @@ def reduce_amax(amax: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def _amax_only(spec: QuantizingSpec) -> QuantizingSpec:
-    only = {"hp": False, "data": False, "data_t": False, "amax": True, "dbias": False, "if_unseeded": True}
+    only: dict[str, Any] = {
+        "hp": False,
+        "data": False,
+        "data_t": False,
+        "amax": True,
+        "dbias": False,
+        "if_unseeded": True,
+    }
     if hasattr(spec, "stats"):
         only["stats"] = False
     return dataclasses.replace(spec, **only)

@@ -25,7 +25,7 @@ class Spec:
         out: dict[str, object] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, bool) or isinstance(value, str):
+            if isinstance(value, bool | str):
                 out[field.name] = value
             elif isinstance(value, int):
                 out[field.name] = np.int64(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from te_jax import config
 from te_jax.parallel import mesh
-from te_jax.primitives import custom_call, library
+from te_jax.primitives import custom_call, definition, library
 from te_jax.primitives.quantizing import ALIGNMENT
 from te_jax.primitives.spec import Spec
 
@@ -17,13 +17,13 @@ def why_not(spec: Spec, *operands, platform: str | None = None) -> str | None:
       operands: arrays, tracers or anything with shape and dtype, in the order of the custom call; local shapes.
       platform: "cpu" or "cuda" (or another, which has no custom calls); None: what holds whatever the platform.
     """
-    definition = custom_call.DEFINITIONS[type(spec)]
+    operation = definition.DEFINITIONS[type(spec)]
     if not config.custom_calls_enabled():
         return "custom calls are disabled (TE_JAX_DISABLE_CUSTOM_CALLS)"
     regime = mesh.regime()
     if regime.manual and regime.auto:
         return f"mesh axes {regime.auto} are Auto inside a shard_map over {regime.manual}"
-    reason = definition.why_not(spec, *operands)
+    reason = operation.why_not(spec, *operands)
     if reason or platform is None:
         return reason
     if platform not in custom_call.NATIVE_PLATFORMS:
@@ -49,4 +49,4 @@ def export_checks() -> list:
     """
     from jax import export
 
-    return [export.DisabledSafetyCheck.custom_call(target) for target in custom_call.targets()]
+    return [export.DisabledSafetyCheck.custom_call(target) for target in definition.targets()]

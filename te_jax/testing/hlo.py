@@ -100,7 +100,7 @@ def _functions(text: str) -> tuple[str, dict[str, tuple[list[str], list[str]]]]:
         else:
             calls += _HLO_CUSTOM_CALL.findall(line)
             for names in _HLO_CALLED.findall(line):
-                called += [name for name in re.findall(r"[\w.$-]+", names)]
+                called += re.findall(r"[\w.$-]+", names)
     if entry is None:
         raise ValueError("te_jax.testing.hlo: text: expected StableHLO or HLO with an entry function, got neither")
     return entry, functions

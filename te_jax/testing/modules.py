@@ -1,4 +1,4 @@
-"""The maths of the modules, written in plain jax.numpy over their parameter trees."""
+"""References for ``te_jax.flax``: the maths of the modules in plain jax.numpy, over their parameter trees."""
 
 from __future__ import annotations
 

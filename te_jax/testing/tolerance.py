@@ -1,7 +1,8 @@
 """Tolerances: they belong to the format and the contraction length, and are derived here and nowhere else.
 
-Rounding. A format with m mantissa bits, u = 2**-(m+1), rounds a normal number with relative error <= u / (1 + u) (Knuth)
-and a subnormal one with absolute error <= half its smallest subnormal. E4M3: m = 3, smallest subnormal 2**-9. E5M2: m = 2, 2**-16.
+Rounding. A format with m mantissa bits and u = 2**-(m+1) rounds a normal number with relative error <= u / (1 + u)
+(Knuth) and a subnormal one with absolute error <= half its smallest subnormal. E4M3: m = 3, smallest subnormal 2**-9.
+E5M2: m = 2, 2**-16.
 
 GEMM against fp64 with the same quantized operands. Products of two FP8 (or bf16) numbers are exact in fp32, so only
 accumulation and the output's rounding err. Adding K terms in fp32 in any order errs at most by

@@ -35,6 +35,8 @@ def the_call(text: str) -> str:
     return line
 
 
+GEGLU_GRAD = ActivationGradSpec(format="e5m2", kind="geglu", dbias=True)
+
 CASES = {
     "quantize": (
         lambda x, s: primitives.quantize(x, s, QuantizeSpec(format="e4m3", data_t=True, amax=True)),
@@ -59,7 +61,7 @@ CASES = {
         "(tensor<16x64xbf16>, tensor<f32>) -> (tensor<16x32xbf16>, tensor<16x32xf8E4M3FN>, tensor<f32>, tensor<f32>)",
     ),
     "activation_grad": (
-        lambda dy, x, s: primitives.activation_grad(dy, x, s, ActivationGradSpec(format="e5m2", kind="geglu", dbias=True)),
+        lambda dy, x, s: primitives.activation_grad(dy, x, s, GEGLU_GRAD),
         (shape(16, 32), shape(16, 64), SCALAR),
         "(tensor<16x32xbf16>, tensor<16x64xbf16>, tensor<f32>) -> "
         "(tensor<16x64xf8E5M2>, tensor<f32>, tensor<f32>, tensor<64xf32>)",

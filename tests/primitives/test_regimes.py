@@ -61,7 +61,8 @@ def test_quantize(kind, scale):
     want = primitives.quantize(x, np.float32(scale), FULL)
     mesh = make_mesh(kind, kind)
     with jax.set_mesh(mesh):
-        got, text = compile_and_run(lambda x, s: primitives.quantize(x, s, FULL), put(mesh, x, "a", "b"), jnp.float32(scale))
+        operands = put(mesh, x, "a", "b"), jnp.float32(scale)
+        got, text = compile_and_run(lambda x, s: primitives.quantize(x, s, FULL), *operands)
     assert_equal(got, want)
     calls = hlo.custom_calls(text)
     # One pass for the amax of a scale that may be unseeded, one that writes.
@@ -225,7 +226,12 @@ def test_manual(check_vma):
     assert set(hlo.count_collectives(text)) == {"all-reduce"}
     everywhere = {"a", "b"} if check_vma else set()
     assert types == {
-        "data": everywhere, "data_t": everywhere, "dbias": everywhere, "scale": set(), "scale_inv": set(), "amax": set()
+        "data": everywhere,
+        "data_t": everywhere,
+        "dbias": everywhere,
+        "scale": set(),
+        "scale_inv": set(),
+        "amax": set(),
     }
 
 
@@ -307,8 +313,28 @@ def test_explicit_and_auto_axes_mixed():
     with jax.set_mesh(mesh):
         got, text = compile_and_run(lambda x: primitives.quantize(x, UNSEEDED, FULL), put(mesh, x, "a", "b"))
     assert_equal(got, primitives.quantize(x, UNSEEDED, FULL))
-    assert "all-gather" not in hlo.count_collectives(text)
+    assert set(hlo.count_collectives(text)) == {"all-reduce"}
+    assert {c.operands[0] for c in hlo.custom_calls(text)} == {("bf16", (2, 32, 32))}
     assert spec_of(got.data) == P("a", "b")
+
+
+@pytest.mark.parametrize("rows", [64, 8], ids=["custom call", "reference"])
+def test_inside_auto_axes(rows):
+    """An Explicit mesh whose axes are made Auto, as a chain of ops does for all of its steps at once."""
+    x, mesh = normal((4, rows, 32)), make_mesh(AxisType.Explicit, AxisType.Explicit)
+
+    def function(x):
+        out = primitives.quantize(x, UNSEEDED, FULL)
+        return primitives.dequantize(out.data, out.scale_inv, primitives.DequantizeSpec())
+
+    with jax.set_mesh(mesh):
+        got, text = compile_and_run(compat.auto_axes(function, out_sharding=P("a", "b")), put(mesh, x, "a", "b"))
+    np.testing.assert_array_equal(oracle.f64(got), oracle.f64(function(x)))
+    assert {c.operands[0][1] for c in hlo.custom_calls(text)} == {(1, rows // 2, 32)}
+    written = [c for c in hlo.custom_calls(text) if c.target == "te_jax_quantize" and c.results[0][0] != "f32"]
+    assert len(written) == (1 if rows == 64 else 0)
+    assert set(hlo.count_collectives(text)) == {"all-reduce"}
+    assert spec_of(got) == P("a", "b")
 
 
 def test_regime():

@@ -272,6 +272,24 @@ def test_rounding_of_a_sum_over_uses(k):
     assert (np.abs(got - expected) <= (0 if k <= 2 else (k + 1) / 2) * np.spacing(expected)).all()
 
 
+def test_a_thousand_microbatches_are_not_taken_for_an_optimizer():
+    """The largest rounding of a sum in fp32: equal terms, added one by one to separate rungs."""
+    rng = np.random.default_rng(0)
+    before = read(state.init(64, RECIPE), np.full(64, 448, np.float32), RECIPE)
+
+    def add(total, amax):
+        one = state.write(before, jnp.ones(64), amax, total)
+        return jax.tree.map(lambda t, x: t + x * jnp.float32(0.1), total, one), None
+
+    amax = rng.lognormal(0, 2, (1000, 64)).astype(np.float32)
+    total, _ = jax.jit(functools.partial(jax.lax.scan, add))(state.init(64, RECIPE), amax)
+    got = read(total, np.full(64, 448, np.float32), RECIPE)
+    assert not got.bad.any()
+    ratio = np.asarray(got.history[:, 0]) / amax.max(0)
+    assert (ratio >= 1).all()
+    assert (ratio <= HALF_OCTAVE).all()
+
+
 def test_layer_applied_twice():
     def twice(v, x):
         leaves = v[state.COLLECTION]["mlp"]
@@ -311,6 +329,24 @@ def test_pmean_over_devices():
     assert (got.history[:, 0] <= true * HALF_OCTAVE).all()
     np.testing.assert_allclose(got.history[:, 1], [7.0, 0.4], rtol=1e-6)
     assert not got.bad.any()
+
+
+def test_shard_map_over_devices():
+    """Inside a checked shard_map the state is invariant: read, written and reduced alike on all devices."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    spec = jax.sharding.PartitionSpec
+
+    def per_shard(leaves, x):
+        view = state.read(leaves, FP8_MAX, RECIPE)
+        amax = jax.lax.pmax(jnp.max(jnp.abs(x)), "data") * jnp.array([1.0, 0.5])
+        return state.write(view, seeded(view.scale, amax), amax, like=leaves)
+
+    step = jax.jit(jax.shard_map(per_shard, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec()))
+    leaves = state.init(2, RECIPE)
+    for factor in (1.0, 3.0):
+        leaves = step(leaves, factor * jnp.arange(16.0))
+    got = read(leaves, FP8_MAX, RECIPE)
+    np.testing.assert_array_equal(got.history[:, :2], [[45.0, 15.0], [22.5, 7.5]])
 
 
 @pytest.mark.parametrize("by_hand", [True, False])
@@ -375,6 +411,7 @@ def test_scanned_layers_with_remat():
     "optimizer",
     [
         optax.sgd(1e-3),
+        optax.sgd(1e-5),
         optax.sgd(1e-3, momentum=0.9),
         optax.adam(1e-3),
         optax.adamw(3e-4),
@@ -383,7 +420,7 @@ def test_scanned_layers_with_remat():
         optax.MultiSteps(optax.adam(1e-3), 2),
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
     ],
-    ids=["sgd", "momentum", "adam", "adamw", "lion", "adafactor", "multisteps", "clip+adam"],
+    ids=["sgd", "slow sgd", "momentum", "adam", "adamw", "lion", "adafactor", "multisteps", "clip+adam"],
 )
 def test_optimizer_over_the_whole_tree_is_loud(optimizer, trained):
     """After two updates of the optimizer the next step's loss is NaN, and `check` says why."""

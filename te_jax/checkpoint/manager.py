@@ -1,0 +1,239 @@
+"""Saving and restoring training state with orbax."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from te_jax.checkpoint import document, trees
+from te_jax.errors import check_value, message
+from te_jax.quant import state
+from te_jax.recipe import Recipe
+
+
+class Restored(NamedTuple):
+    """A restored checkpoint.
+
+    Attributes:
+      step: its step.
+      variables: the variable collections, FP8 state included.
+      opt_state, extras: as asked for, None if not asked for.
+    """
+
+    step: int
+    variables: dict[str, Any]
+    opt_state: Any
+    extras: Any
+
+
+class Manager:
+    """Checkpoints of one training run, one folder a step.
+
+    A save is atomic: it is written beside and renamed once complete, so an interrupted one leaves the last good step.
+    Step folders that are not complete are ignored when reading, and moved to `<step>.incomplete` when writing.
+
+    Args:
+      directory: folder of the run; made if needed.
+      recipe: the model's recipe, None without quantization. Stored, and compared on restore.
+      max_to_keep: the newest steps to keep; None keeps all.
+      async_save: return from `save` once the arrays are copied, and write in the background. They may be donated then.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        recipe: Recipe | None,
+        max_to_keep: int | None = 3,
+        async_save: bool = False,
+    ):
+        ok = max_to_keep is None or max_to_keep >= 1
+        check_value(ok, "checkpoint.Manager", "max_to_keep", "None or an int >= 1", max_to_keep)
+        self._directory = _path(directory)
+        self._recipe = recipe
+        self._options = ocp.CheckpointManagerOptions(
+            max_to_keep=max_to_keep, create=True, enable_async_checkpointing=async_save
+        )
+        self._manager: ocp.CheckpointManager | None = None
+
+    def save(self, step: int, variables: Mapping[str, Any], *, opt_state: Any = None, extras: Any = None) -> None:
+        """Saves a step.
+
+        Args:
+          step: >= 0, not saved yet.
+          variables: variable collections as Flax has them, {"params": ..., "_overwrite_with_gradient": ..., ...}.
+          opt_state: the optimizer's state.
+          extras: a tree of arrays and numbers, such as the data position and random keys.
+
+        Raises:
+          ValueError: the step is already saved, or a name contains ".", which orbax would confuse.
+          TypeError: a leaf is neither an array nor a number.
+        """
+        op = "checkpoint.save"
+        check_value("params" in variables, op, "variables", "a 'params' collection", sorted(variables))
+        check_value(step not in self.all_steps(), op, "step", "a step that is not saved yet", step)
+        items = {name: trees.storable(op, name, tree) for name, tree in _items(variables, opt_state, extras).items()}
+        args: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
+        args[document.DOCUMENT] = ocp.args.JsonSave(document.make(self._recipe, list(items)))
+        saved = self._writer().save(step, args=ocp.args.Composite(**args), force=True)
+        if not saved:
+            raise RuntimeError(message(op, "step", f"step {step} to be saved", "refused by orbax"))
+
+    def restore(
+        self, variables: Mapping[str, Any], *, opt_state: Any = None, extras: Any = None, step: int | None = None
+    ) -> Restored:
+        """Restores a step onto the shapes, dtypes and shardings of the given trees.
+
+        Args:
+          variables, opt_state, extras: arrays, or `jax.ShapeDtypeStruct` with shardings (`jax.eval_shape` of what
+            makes them); what to restore. opt_state and extras may be left out, variables are restored whole.
+          step: the latest if None.
+
+        Raises:
+          FileNotFoundError: there is no complete checkpoint.
+          ValueError: recipe, names, shapes or dtypes differ. Nothing is cast, filled in or left out silently.
+        """
+        self.wait()
+        step = self._step(step)
+        folder = self._directory / str(step)
+        described = document.read(folder)
+        document.check_recipe(described, self._recipe, folder)
+        targets = _items(variables, opt_state, extras)
+        for name, tree in (("opt_state", opt_state), ("extras", extras)):
+            if tree is not None and name in described["items"]:
+                targets[name] = tree  # even without leaves: what is stored must match it
+        for name in ("collections", "fp8_state"):  # part of variables: neither may be missing on either side
+            present, wanted = name in described["items"], name in targets
+            expected, got = (f"{'some' if has else 'none'} in" for has in (present, wanted))
+            check_value(present == wanted, "checkpoint.restore", name, f"{expected} {folder}", f"{got} the target")
+        for name in targets:
+            got = f"no such item in {folder}, which has {described['items']}"
+            check_value(name in described["items"], "checkpoint.restore", name, "a stored item", got)
+
+        wanted = {name: trees.abstract(tree) for name, tree in targets.items()}
+        handlers: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in wanted}
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as reader:
+            metadata = reader.metadata(folder).item_metadata
+            for name, tree in wanted.items():
+                trees.check_matches(name, metadata[name].tree, tree)
+            args = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
+            loaded = reader.restore(folder, args=ocp.args.Composite(**args))
+        out = {name: trees.restored(loaded[name], tree) for name, tree in targets.items()}
+        rest = {"params": out.get("params", variables["params"]), **out.get("collections", {})}
+        restored = state.merge(rest, out.get("fp8_state", {}))
+        return Restored(step, restored, out.get("opt_state", opt_state), out.get("extras", extras))
+
+    def latest_step(self) -> int | None:
+        """The newest complete step, None if there is none."""
+        return max(self.all_steps(), default=None)
+
+    def all_steps(self) -> list[int]:
+        """Complete steps, ascending."""
+        return document.steps(self._directory)
+
+    def wait(self) -> None:
+        """Waits for a save in the background; raises what it raised."""
+        if self._manager is not None:
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, and releases orbax's threads."""
+        if self._manager is not None:
+            self.wait()
+            self._manager.close()
+            self._manager = None
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _step(self, step: int | None) -> int:
+        if step is not None:
+            return step
+        latest = self.latest_step()
+        if latest is None:
+            got = f"none in {self._directory}"
+            raise FileNotFoundError(message("checkpoint.restore", "directory", "a complete step", got))
+        return latest
+
+    def _writer(self) -> ocp.CheckpointManager:
+        """Orbax's manager, made at the first save: it takes every folder named by a number for a good step."""
+        if self._manager is None:
+            if jax.process_index() == 0:
+                self._set_aside_incomplete()
+            self._manager = ocp.CheckpointManager(self._directory, options=self._options)
+        return self._manager
+
+    def _set_aside_incomplete(self) -> None:
+        if not self._directory.exists():
+            return
+        good = set(self.all_steps())
+        for folder in list(self._directory.iterdir()):
+            if folder.is_dir() and folder.name.isdecimal() and int(folder.name) not in good:
+                aside = self._directory / f"{folder.name}.incomplete"
+                if aside.exists():
+                    aside.rmtree()
+                folder.rename(aside)
+
+
+def save(
+    directory: str | os.PathLike[str],
+    step: int,
+    variables: Mapping[str, Any],
+    *,
+    recipe: Recipe | None,
+    opt_state: Any = None,
+    extras: Any = None,
+) -> None:
+    """Saves one step and waits for it. Keeps all steps; `Manager` says what the arguments are."""
+    with Manager(directory, recipe=recipe, max_to_keep=None) as manager:
+        manager.save(step, variables, opt_state=opt_state, extras=extras)
+
+
+def restore(
+    directory: str | os.PathLike[str],
+    variables: Mapping[str, Any],
+    *,
+    recipe: Recipe | None,
+    opt_state: Any = None,
+    extras: Any = None,
+    step: int | None = None,
+) -> Restored:
+    """Restores one step, the latest if not said; `Manager.restore` says what the arguments are."""
+    with Manager(directory, recipe=recipe) as manager:
+        return manager.restore(variables, opt_state=opt_state, extras=extras, step=step)
+
+
+def latest_step(directory: str | os.PathLike[str]) -> int | None:
+    """The newest step with a complete checkpoint, None if there is none."""
+    return max(document.steps(_path(directory)), default=None)
+
+
+def _path(directory: str | os.PathLike[str]) -> epath.Path:
+    """Absolute, as orbax wants it; URLs (gs://, s3://) as they are."""
+    path = os.fspath(directory)
+    return epath.Path(path if "://" in path else os.path.abspath(path))
+
+
+def _items(variables: Mapping[str, Any], opt_state: Any, extras: Any) -> dict[str, Any]:
+    rest, fp8 = state.split(variables)
+    others = {name: collection for name, collection in rest.items() if name != "params"}
+    candidates = {
+        "params": rest.get("params"),
+        "collections": others,
+        "fp8_state": fp8,
+        "opt_state": opt_state,
+        "extras": extras,
+    }
+    # An item without leaves (no FP8 state, an optimizer without state) is not stored.
+    return {name: tree for name, tree in candidates.items() if jax.tree.leaves(tree)}

@@ -1,0 +1,55 @@
+"""What a custom call is: everything that the machine of ``custom_call.py`` has to know about one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from te_jax.parallel.sharding import ShardingRule
+from te_jax.primitives.spec import Spec
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Definition:
+    """What a custom call is. ``spec`` decides everything static; avals are abstract values of the operands.
+
+    Attributes:
+      name: the public function's name; the custom call's target and the primitive are ``te_jax_<name>``.
+      spec_type: the class of its specs.
+      operands: spec -> the operands' names, in order.
+      check: (spec, *avals) -> None; raises ValueError or TypeError naming the operand.
+      results: (spec, *avals) -> (shape, dtype) of each result.
+      reference: (spec, *arrays) -> tuple of results, in jnp.
+      why_not: (spec, *avals) -> why the handlers don't take these shapes, or None if they do.
+      rule: (spec, *avals) -> how dimensions are tied together.
+      local: (call, spec, reductions, *arrays) -> results of one shard; ``call(spec, *arrays)`` runs the primitive.
+      aliases: spec -> {operand index: result index} that share a buffer.
+    """
+
+    name: str
+    spec_type: type[Spec]
+    operands: Callable[[Any], tuple[str, ...]]
+    check: Callable[..., None]
+    results: Callable[..., tuple]
+    reference: Callable[..., tuple]
+    why_not: Callable[..., str | None]
+    rule: Callable[..., ShardingRule]
+    local: Callable[..., tuple]
+    aliases: Callable[[Any], dict[int, int]] = lambda spec: {}
+
+    @property
+    def target(self) -> str:
+        return f"te_jax_{self.name}"
+
+    def __repr__(self) -> str:
+        return self.target
+
+
+DEFINITIONS: dict[type[Spec], Definition] = {}
+"""Every operation by the class of its specs."""
+
+
+def targets() -> tuple[str, ...]:
+    """The names of all custom calls, which are those of their primitives too."""
+    return tuple(definition.target for definition in DEFINITIONS.values())

@@ -1,0 +1,311 @@
+"""Checkpoints: what comes back is what was saved, bit for bit, or an error that names both sides."""
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from te_jax import checkpoint
+from te_jax.quant import state
+from te_jax.quant.tensor import QTensor
+from te_jax.recipe import CurrentScaling, DelayedScaling
+from te_jax.testing.compare import assert_trees_identical
+
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def step_state(leaves, amax, recipe):
+    return state.write(state.read(leaves, np.float32(448), recipe), jnp.ones(3), amax, leaves)
+
+
+def training_state(seed=0, recipe=RECIPE):
+    """(variables, optimizer state, extras) with leaves of many dtypes, and FP8 state that was in use."""
+    rng = np.random.default_rng(seed)
+    every_e4m3 = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)  # NaN codes too
+    params = {
+        "mlp": {
+            "kernel": jnp.asarray(rng.standard_normal((16, 32)), jnp.bfloat16),
+            "bias": jnp.asarray(rng.standard_normal(32), jnp.float32),
+        },
+        "frozen": QTensor(data=jnp.asarray(every_e4m3.reshape(16, 16)), scale_inv=jnp.float32(0.1)),
+        "e5m2": jnp.asarray(rng.standard_normal(8), jnp.float8_e5m2),
+    }
+    variables = {"params": params, "batch_stats": {"mean": jnp.asarray(rng.standard_normal(3), jnp.float32)}}
+    if recipe is not None and recipe.stateful:
+        leaves = state.init(3, recipe)
+        for _ in range(3):
+            leaves = step_state(leaves, jnp.asarray(rng.lognormal(size=3), jnp.float32), recipe)
+        variables[state.COLLECTION] = {"mlp": leaves}
+    opt_state = optax.adam(1e-3).init({"mlp": params["mlp"]})
+    opt_state = jax.tree.map(lambda x: x + jnp.asarray(seed + 1, x.dtype), opt_state)
+    extras = {
+        "position": 17 + seed,
+        "loss": 0.1 + seed,
+        "done": False,
+        "seen": np.arange(3, dtype=np.int16),
+        "lr": np.float32(0.3),
+        "key": jax.random.key(seed),
+        "raw": jax.random.PRNGKey(seed),
+    }
+    return variables, opt_state, extras
+
+
+def plain(tree):
+    """Typed random keys as bits, so that trees can be compared."""
+    is_key = lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
+def save(directory, step=1, seed=0, recipe=RECIPE):
+    variables, opt_state, extras = training_state(seed, recipe)
+    checkpoint.save(directory, step, variables, recipe=recipe, opt_state=opt_state, extras=extras)
+    return variables, opt_state, extras
+
+
+@pytest.mark.parametrize("abstract", [False, True], ids=["arrays", "abstract"])
+def test_round_trip_bit_for_bit(tmp_path, abstract):
+    saved = save(tmp_path, 7)
+    variables, opt_state, extras = training_state(seed=5)
+    if abstract:
+        variables, opt_state = jax.eval_shape(lambda: (variables, opt_state))
+    out = checkpoint.restore(tmp_path, variables, recipe=RECIPE, opt_state=opt_state, extras=extras)
+    assert out.step == 7
+    assert_trees_identical(plain((out.variables, out.opt_state, out.extras)), plain(saved))
+    assert (out.extras["position"], out.extras["done"]) == (17, False)
+    assert [type(out.extras[name]) for name in ("position", "loss", "done")] == [int, float, bool]
+    assert isinstance(out.variables["params"]["frozen"], QTensor)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves((out.variables, out.opt_state)))
+    assert out.extras["key"].dtype == extras["key"].dtype
+
+
+def test_layout_and_plain_orbax(tmp_path):
+    variables, _, _ = save(tmp_path, 12)
+    folder = tmp_path / "12"
+    items = {"params", "collections", "fp8_state", "opt_state", "extras", "te_jax"}
+    assert items <= {path.name for path in folder.iterdir()}
+    document = json.loads((folder / "te_jax" / "metadata").read_text())
+    assert document["format_version"] == checkpoint.FORMAT_VERSION == 1
+    assert document["recipe"] == RECIPE.to_json()
+    fp8 = variables[state.COLLECTION]
+    with ocp.StandardCheckpointer() as reader:
+        assert_trees_identical(reader.restore(folder / "fp8_state", fp8), fp8)
+
+
+def test_without_optional_items(tmp_path):
+    variables = {"params": {"w": jnp.ones(3)}}
+    checkpoint.save(tmp_path, 0, variables, recipe=None)
+    out = checkpoint.restore(tmp_path, variables, recipe=None)
+    assert (out.step, out.opt_state, out.extras) == (0, None, None)
+    assert_trees_identical(out.variables, variables)
+    # An optimizer without state is not an item, and comes back as given.
+    sgd = optax.sgd(1e-3).init(variables["params"])
+    checkpoint.save(tmp_path, 1, variables, recipe=None, opt_state=sgd)
+    assert checkpoint.restore(tmp_path, variables, recipe=None, opt_state=sgd).opt_state == sgd
+    adam = optax.adam(1e-3).init(variables["params"])
+    with pytest.raises(ValueError, match=r"checkpoint.restore: opt_state: expected a stored item, got no such item"):
+        checkpoint.restore(tmp_path, variables, recipe=None, opt_state=adam)
+    checkpoint.save(tmp_path, 2, variables, recipe=None, opt_state=adam)
+    with pytest.raises(ValueError, match=r"opt_state/0/mu/w: expected float32\[3\] \(checkpoint\), got no such leaf"):
+        checkpoint.restore(tmp_path, variables, recipe=None, opt_state=sgd)
+
+
+def test_onto_another_sharding(tmp_path):
+    devices = np.array(jax.devices())
+    assert devices.size == 8
+    row = Mesh(devices, ("data",))
+    square = Mesh(devices.reshape(4, 2), ("data", "model"))
+    variables, opt_state, extras = training_state()
+    kernel = variables["params"]["mlp"]["kernel"]
+    variables["params"]["mlp"]["kernel"] = jax.device_put(kernel, NamedSharding(row, PartitionSpec("data")))
+    checkpoint.save(tmp_path, 1, variables, recipe=RECIPE, opt_state=opt_state, extras=extras)
+
+    everywhere = NamedSharding(square, PartitionSpec())
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), variables)
+    model = NamedSharding(square, PartitionSpec("model", "data"))
+    target["params"]["mlp"]["kernel"] = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype, sharding=model)
+    out = checkpoint.restore(tmp_path, target, recipe=RECIPE).variables
+    assert_trees_identical(out, variables)
+    assert out["params"]["mlp"]["kernel"].sharding == model
+    assert all(leaf.sharding == everywhere for leaf in jax.tree.leaves(out[state.COLLECTION]))
+
+
+def test_keeps_the_newest_and_saves_in_the_background(tmp_path):
+    with checkpoint.Manager(tmp_path, recipe=RECIPE, max_to_keep=2, async_save=True) as manager:
+        for step in (1, 2, 3):
+            variables, _, _ = training_state(step)
+            copies = jax.tree.map(jnp.copy, variables)
+            manager.save(step, copies)
+            jax.tree.map(lambda x: x.delete(), copies)  # as donation does
+        out = manager.restore(variables)
+        assert_trees_identical(out.variables, training_state(3)[0])
+        assert manager.all_steps() == [2, 3]
+        with pytest.raises(ValueError, match=r"checkpoint.save: step: expected .*not saved yet, got 3"):
+            manager.save(3, variables)
+    assert_trees_identical(
+        checkpoint.restore(tmp_path, variables, recipe=RECIPE, step=2).variables, training_state(2)[0]
+    )
+
+
+def test_incomplete_steps_are_ignored_and_set_aside(tmp_path):
+    saved = save(tmp_path, 1)
+    good = tmp_path / "1"
+    (tmp_path / "2").mkdir()  # made, nothing written
+    for step, lost in ((3, "_CHECKPOINT_METADATA"), (4, "te_jax/metadata"), (5, "opt_state/_METADATA")):
+        shutil.copytree(good, tmp_path / str(step))
+        (tmp_path / str(step) / lost).unlink()
+    shutil.copytree(good, tmp_path / "6")
+    (tmp_path / "6" / "te_jax" / "metadata").write_text("{")  # truncated
+    shutil.copytree(good, tmp_path / "7.orbax-checkpoint-tmp")
+    assert checkpoint.latest_step(tmp_path) == 1
+    out = checkpoint.restore(tmp_path, saved[0], recipe=RECIPE)
+    assert out.step == 1
+    with pytest.raises(ValueError, match=r"step: expected a complete checkpoint at .*/3, got no _CHECKPOINT_METADATA"):
+        checkpoint.restore(tmp_path, saved[0], recipe=RECIPE, step=3)
+    # A later run reaches step 3 again.
+    save(tmp_path, 3, seed=3)
+    assert checkpoint.latest_step(tmp_path) == 3
+    assert_trees_identical(checkpoint.restore(tmp_path, saved[0], recipe=RECIPE).variables, training_state(3)[0])
+    assert (tmp_path / "3.incomplete").is_dir()
+
+
+def test_killed_while_saving(tmp_path):
+    """A process that dies with a save in flight leaves a directory from which the last good step is restored."""
+    script = f"""
+        import os, jax.numpy as jnp
+        from te_jax import checkpoint
+        manager = checkpoint.Manager({str(tmp_path)!r}, recipe=None, async_save=True)
+        tree = lambda value: {{"params": {{f"w{{i}}": jnp.full((256, 256), value) for i in range(40)}}}}
+        manager.save(1, tree(1.0))
+        manager.wait()
+        manager.save(2, tree(2.0))
+        os._exit(1)
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert run.returncode == 1, run.stderr
+    target = {"params": {f"w{i}": jnp.zeros((256, 256)) for i in range(40)}}
+    out = checkpoint.restore(tmp_path, target, recipe=None)
+    assert out.step in (1, 2)  # 2 if the write was quicker than the end of the process
+    for leaf in jax.tree.leaves(out.variables):
+        np.testing.assert_array_equal(leaf, float(out.step))
+    checkpoint.save(tmp_path, 3, target, recipe=None)
+    assert checkpoint.latest_step(tmp_path) == 3
+
+
+def test_nothing_there(tmp_path):
+    assert checkpoint.latest_step(tmp_path / "none") is None
+    with pytest.raises(
+        FileNotFoundError, match=r"checkpoint.restore: directory: expected a complete step, got none in"
+    ):
+        checkpoint.restore(tmp_path, {"params": {"w": jnp.ones(1)}}, recipe=None)
+    save(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"step: expected a complete checkpoint at .*/9, got no such folder"):
+        checkpoint.restore(tmp_path, training_state()[0], recipe=RECIPE, step=9)
+
+
+@pytest.mark.parametrize(
+    ("stored", "model"),
+    [
+        (None, RECIPE),
+        (RECIPE, None),
+        (RECIPE, CurrentScaling()),
+        (CurrentScaling(), RECIPE),
+        (RECIPE, DelayedScaling(amax_history_len=8)),
+        (CurrentScaling(), CurrentScaling(power_of_two=True)),
+    ],
+)
+def test_recipe_mismatch_names_both(tmp_path, stored, model):
+    save(tmp_path, 1, recipe=stored)
+    with pytest.raises(ValueError) as caught:
+        checkpoint.restore(tmp_path, training_state(recipe=model)[0], recipe=model)
+    assert f"checkpoint.restore: recipe: expected {stored!r}" in str(caught.value)
+    assert f"got {model!r}" in str(caught.value)
+
+
+def test_strictness_and_axes_may_differ(tmp_path):
+    saved = save(tmp_path, 1)
+    other = DelayedScaling(amax_history_len=4, strict=True, amax_axes=("data",))
+    assert_trees_identical(checkpoint.restore(tmp_path, saved[0], recipe=other).variables, saved[0])
+
+
+def _kernel(value):
+    def change(variables):
+        variables["params"]["mlp"]["kernel"] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            _kernel(jnp.zeros((16, 64), jnp.bfloat16)),
+            r"params/mlp/kernel: expected bfloat16\[16, 32\] \(checkpoint\), got bfloat16\[16, 64\] \(target\)",
+        ),
+        (
+            _kernel(jnp.zeros((16, 32), jnp.float32)),
+            r"params/mlp/kernel: expected bfloat16\[16, 32\] \(checkpoint\), got float32\[16, 32\] \(target\)",
+        ),
+        (
+            _kernel(jnp.zeros((16, 32), jnp.float8_e4m3fn)),
+            r"params/mlp/kernel: expected bfloat16\[16, 32\] \(checkpoint\), got float8_e4m3fn\[16, 32\] \(target\)",
+        ),
+        (
+            lambda v: v["params"]["mlp"].pop("bias"),
+            r"params/mlp/bias: expected float32\[32\] \(checkpoint\), got no such leaf \(target\)",
+        ),
+        (
+            lambda v: v["params"].update(extra=jnp.zeros(3)),
+            r"params/extra: expected no such leaf \(checkpoint\), got float32\[3\] \(target\)",
+        ),
+        (
+            lambda v: v["params"].update(frozen=jnp.zeros((16, 16), jnp.bfloat16)),
+            r"params/frozen: expected no such leaf \(checkpoint\), got bfloat16\[16, 16\] \(target\)",
+        ),
+        (lambda v: v.pop("batch_stats"), r"collections: expected some in .*, got none in the target"),
+        (lambda v: v.pop(state.COLLECTION), r"fp8_state: expected some in .*, got none in the target"),
+    ],
+)
+def test_mismatches_name_the_leaf(tmp_path, change, match):
+    save(tmp_path, 1)
+    variables = training_state()[0]
+    change(variables)
+    with pytest.raises(ValueError, match=r"te_jax\.checkpoint\.restore: " + match):
+        checkpoint.restore(tmp_path, variables, recipe=RECIPE)
+
+
+def test_number_of_another_kind(tmp_path):
+    variables, _, _ = save(tmp_path, 1)
+    extras = training_state()[2]
+    with pytest.raises(ValueError, match=r"extras/position: expected int \(checkpoint\), got float \(target\)"):
+        checkpoint.restore(tmp_path, variables, recipe=RECIPE, extras={**extras, "position": 1.0})
+
+
+def test_what_cannot_be_saved(tmp_path):
+    with pytest.raises(ValueError, match=r"checkpoint.save: variables: expected a 'params' collection, got \['w'\]"):
+        checkpoint.save(tmp_path, 1, {"w": jnp.ones(1)}, recipe=None)
+    with pytest.raises(ValueError, match=r"checkpoint.save: params/a\.b: expected names without '\.'"):
+        checkpoint.save(tmp_path, 1, {"params": {"a.b": jnp.ones(1)}}, recipe=None)
+    with pytest.raises(TypeError, match=r"checkpoint.save: extras/name: expected an array or a number, got str"):
+        checkpoint.save(tmp_path, 1, {"params": {"a": jnp.ones(1)}}, recipe=None, extras={"name": "x"})
+    with pytest.raises(ValueError, match=r"checkpoint.Manager: max_to_keep: expected None or an int >= 1, got 0"):
+        checkpoint.Manager(tmp_path, recipe=None, max_to_keep=0)
+    assert checkpoint.latest_step(tmp_path) is None
+
+
+def test_other_format_version(tmp_path):
+    variables, _, _ = save(tmp_path, 1)
+    path = tmp_path / "1" / "te_jax" / "metadata"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 2}))
+    with pytest.raises(ValueError, match=r"format version of .*/1: expected 1, got 2"):
+        checkpoint.restore(tmp_path, variables, recipe=RECIPE)
