@@ -17,7 +17,8 @@ constexpr char kLibrary[] = "libcublasLt.so." TE_JAX_STRINGIFY(CUBLAS_VER_MAJOR)
 // .../site-packages/te_jax/_native/<this module> -> .../site-packages/nvidia/cu13/lib/<library>
 std::string PathInSitePackages() {
   Dl_info info;
-  if (dladdr(reinterpret_cast<const void*>(&PathInSitePackages), &info) == 0 || info.dli_fname == nullptr) return kLibrary;
+  if (dladdr(reinterpret_cast<const void*>(&PathInSitePackages), &info) == 0 || info.dli_fname == nullptr)
+    return kLibrary;
   std::string path = info.dli_fname;
   for (int level = 0; level < 3; ++level) path.erase(std::min(path.size(), path.rfind('/')));
   return path + "/nvidia/cu" TE_JAX_STRINGIFY(CUBLAS_VER_MAJOR) "/lib/" + kLibrary;

@@ -28,9 +28,9 @@ struct CublasLt {
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = nullptr;
 };
 
-// Loads the library once. Places, in this order: the copy that is in the process already (JAX's CUDA plugin loads one, and
-// two copies would be two sets of kernels in device memory); the loader's search path; the nvidia-cublas wheel in the
-// site-packages directory that holds te_jax.
+// Loads the library once. Places, in this order: the copy that is in the process already (JAX's CUDA plugin loads one,
+// and two copies would be two sets of kernels in device memory); the loader's search path; the nvidia-cublas wheel in
+// the site-packages directory that holds te_jax.
 const CublasLt& LoadedCublasLt();
 
 // The handle of the current device, created on first use. nullptr and `error` set if that fails.

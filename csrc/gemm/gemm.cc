@@ -33,7 +33,8 @@ class Calls {
   bool Ok(const char* what, cublasStatus_t status) {
     if (status_.code == Status::kOk && status != CUBLAS_STATUS_SUCCESS) {
       const bool unsupported = status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE;
-      status_ = {unsupported ? Status::kUnsupported : Status::kInternal, std::string(what) + ": " + lt.status_string(status)};
+      status_ = {unsupported ? Status::kUnsupported : Status::kInternal,
+                 std::string(what) + ": " + lt.status_string(status)};
     }
     return status_.code == Status::kOk;
   }
@@ -41,7 +42,8 @@ class Calls {
 
   Owned<cublasLtMatrixLayout_t> Layout(const Matrix& matrix) {
     cublasLtMatrixLayout_t layout = nullptr;
-    Ok("cublasLtMatrixLayoutCreate", lt.layout_create(&layout, CudaType(matrix.dtype), matrix.rows, matrix.cols, matrix.ld));
+    Ok("cublasLtMatrixLayoutCreate",
+       lt.layout_create(&layout, CudaType(matrix.dtype), matrix.rows, matrix.cols, matrix.ld));
     return {layout, lt.layout_destroy};
   }
 
@@ -94,20 +96,23 @@ cublasLtMatmulAlgo_t ChooseAlgorithm(Calls& calls, cublasLtHandle_t handle, cons
   if (!calls.Ok("cublasLtMatmulPreferenceCreate", calls.lt.preference_create(&preference))) return result.algo;
   const Owned<cublasLtMatmulPreference_t> owned(preference, calls.lt.preference_destroy);
   const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
-    calls.Ok("cublasLtMatmulPreferenceSetAttribute", calls.lt.preference_set(preference, attribute, &value, sizeof value));
+    calls.Ok("cublasLtMatmulPreferenceSetAttribute",
+             calls.lt.preference_set(preference, attribute, &value, sizeof value));
   };
   set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceBytes);
   // A split contraction is added up in fp32 and rounded once, never in the type of the result.
   set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-  for (const auto attribute : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-                               CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
+  for (const auto attribute :
+       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
     set(attribute, static_cast<uint32_t>(desc.alignment));
   }
   if (calls.status().code != Status::kOk) return result.algo;
   int found = 0;
   const cublasStatus_t status = calls.lt.heuristic(handle, operation, gemm.a.get(), gemm.b.get(), gemm.c.get(),
                                                    gemm.d.get(), preference, 1, &result, &found);
-  calls.Ok("cublasLtMatmulAlgoGetHeuristic", found == 0 && status == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : status);
+  calls.Ok("cublasLtMatmulAlgoGetHeuristic",
+           found == 0 && status == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : status);
   return result.algo;
 }
 
@@ -121,13 +126,14 @@ struct KeyHash {
 };
 
 // Entries are never removed, so that a reference to one stays good without the lock.
-const Prepared* Prepare(Calls& calls, cublasLtHandle_t handle, const Key& key, const GemmPlan& plan, const GemmArgs& args) {
+const Prepared* Prepare(Calls& calls, cublasLtHandle_t handle, const Key& key, const GemmPlan& plan,
+                        const GemmArgs& args) {
   static std::mutex mutex;
   static std::unordered_map<Key, std::unique_ptr<const Prepared>, KeyHash> cache;
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = cache.find(key); found != cache.end()) return found->second.get();
-  auto made = std::make_unique<Prepared>(Prepared{plan, calls.Layout(plan.a), calls.Layout(plan.b), calls.Layout(plan.c),
-                                                  calls.Layout(plan.d), cublasLtMatmulAlgo_t{}});
+  auto made = std::make_unique<Prepared>(Prepared{plan, calls.Layout(plan.a), calls.Layout(plan.b),
+                                                  calls.Layout(plan.c), calls.Layout(plan.d), cublasLtMatmulAlgo_t{}});
   const auto operation = MakeOperation(calls, plan, args);
   if (calls.status().code != Status::kOk) return nullptr;
   made->algorithm = ChooseAlgorithm(calls, handle, key.desc, *made, operation.get());
@@ -163,9 +169,9 @@ Status Launch(const GemmArgs& args, void* workspace, cudaStream_t stream) {
   }
   // Not read where beta is 0; given all the same where it has the type of the result, as cuBLASLt wants it.
   const void* c = desc.accumulates ? args.c : gemm->plan.c.dtype == gemm->plan.d.dtype ? args.out : nullptr;
-  calls.Ok("cublasLtMatmul",
-           calls.lt.matmul(handle, operation.get(), &args.alpha, args.rhs, gemm->a.get(), args.lhs, gemm->b.get(), &args.beta,
-                           c, gemm->c.get(), args.out, gemm->d.get(), &gemm->algorithm, workspace, kWorkspaceBytes, stream));
+  calls.Ok("cublasLtMatmul", calls.lt.matmul(handle, operation.get(), &args.alpha, args.rhs, gemm->a.get(), args.lhs,
+                                             gemm->b.get(), &args.beta, c, gemm->c.get(), args.out, gemm->d.get(),
+                                             &gemm->algorithm, workspace, kWorkspaceBytes, stream));
   return calls.status().code == Status::kOk ? Status{} : failed();
 }
 

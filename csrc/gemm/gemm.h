@@ -20,8 +20,10 @@ struct Status {
   std::string message;  // empty if kOk
 };
 
-// Queues the GEMM on `stream`. The first call for a description asks cuBLASLt's heuristic for an algorithm and keeps the
-// first one, so that a program runs the same algorithm every time. FP32 operands are multiplied in FP32, not in TF32.
+// Queues the GEMM on `stream`. The first call for a description asks cuBLASLt's heuristic for an algorithm and keeps
+// the first one, so that a program runs the same algorithm every time. FP32 operands are multiplied in FP32, not in
+// TF32. Sums are rounded once, with one exception that is cuBLASLt's: in place (c == out) and with a 16-bit result, the
+// FP8 kernels round the product before they add c (seen with 13.1).
 Status Launch(const GemmArgs& args, void* workspace, cudaStream_t stream);
 
 }  // namespace te_jax::gemm

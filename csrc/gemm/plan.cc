@@ -21,8 +21,9 @@ const char* Name(DType dtype) {
 }
 
 auto Fields(const GemmDesc& d) {
-  return std::make_tuple(d.m, d.n, d.k, d.lhs, d.rhs, d.out, d.c, d.bias_dtype, d.lhs_contract_first, d.rhs_contract_first,
-                         d.fast_accumulation, d.has_bias, d.accumulates, d.in_place, d.has_amax, d.alignment);
+  return std::make_tuple(d.m, d.n, d.k, d.lhs, d.rhs, d.out, d.c, d.bias_dtype, d.lhs_contract_first,
+                         d.rhs_contract_first, d.fast_accumulation, d.has_bias, d.accumulates, d.in_place, d.has_amax,
+                         d.alignment);
 }
 
 int32_t CommonAlignment(std::initializer_list<const void*> pointers) {
@@ -39,16 +40,19 @@ std::string Expected(const char* operand, const std::string& expected, DType got
 std::string WhyNotFP8(const GemmDesc& desc) {
   if (!IsFP8(desc.rhs)) return Expected("rhs", "an FP8 format, like lhs", desc.rhs);
   const bool has_e5m2 = desc.lhs == DType::kE5M2 || desc.rhs == DType::kE5M2;
-  if (desc.lhs == DType::kE5M2 && desc.rhs == DType::kE5M2) return Expected("rhs", "float8_e4m3fn beside float8_e5m2", desc.rhs);
+  if (desc.lhs == DType::kE5M2 && desc.rhs == DType::kE5M2)
+    return Expected("rhs", "float8_e4m3fn beside float8_e5m2", desc.rhs);
   if (desc.lhs_contract_first || desc.rhs_contract_first) {
     return "contract_first: expected false for FP8 operands (Hopper multiplies K-major FP8 only), got true";
   }
-  if (desc.out == DType::kE5M2 && !has_e5m2) return Expected("out", "float8_e4m3fn for float8_e4m3fn operands", desc.out);
+  if (desc.out == DType::kE5M2 && !has_e5m2)
+    return Expected("out", "float8_e4m3fn for float8_e4m3fn operands", desc.out);
   const bool half = desc.out == DType::kF16;
   if (desc.has_bias && desc.bias_dtype != (half ? DType::kF16 : DType::kBF16)) {
     return Expected("bias", half ? "float16" : "bfloat16", desc.bias_dtype);
   }
-  if (IsFP8(desc.out) && desc.accumulates) return "beta: expected 0 for an FP8 result, which cuBLASLt does not accumulate";
+  if (IsFP8(desc.out) && desc.accumulates)
+    return "beta: expected 0 for an FP8 result, which cuBLASLt does not accumulate";
   return "";
 }
 
@@ -58,7 +62,7 @@ std::string WhyNot(const GemmDesc& desc) {
   if (IsFP8(desc.lhs)) return WhyNotFP8(desc);
   if (desc.rhs != desc.lhs) return Expected("rhs", Name(desc.lhs), desc.rhs);
   if (desc.out != desc.lhs && desc.out != DType::kF32) {
-    return Expected("out", std::string(Name(desc.lhs)) + " or float32", desc.out);
+    return Expected("out", desc.lhs == DType::kF32 ? "float32" : std::string(Name(desc.lhs)) + " or float32", desc.out);
   }
   if (desc.has_bias && desc.bias_dtype != desc.out) return Expected("bias", Name(desc.out), desc.bias_dtype);
   return "";
@@ -79,8 +83,8 @@ size_t HashOf(const GemmDesc& desc) {
 
 std::string ToString(const GemmDesc& desc) {
   const auto flag = [](bool set, const char* name) { return set ? std::string(" ") + name : std::string(); };
-  return "m=" + std::to_string(desc.m) + " n=" + std::to_string(desc.n) + " k=" + std::to_string(desc.k) + " lhs=" +
-         Name(desc.lhs) + " rhs=" + Name(desc.rhs) + " out=" + Name(desc.out) +
+  return "m=" + std::to_string(desc.m) + " n=" + std::to_string(desc.n) + " k=" + std::to_string(desc.k) +
+         " lhs=" + Name(desc.lhs) + " rhs=" + Name(desc.rhs) + " out=" + Name(desc.out) +
          (desc.has_bias ? std::string(" bias=") + Name(desc.bias_dtype) : "") +
          (desc.accumulates ? std::string(" c=") + Name(desc.c) : "") + flag(desc.in_place, "in_place") +
          flag(desc.lhs_contract_first, "lhs_contract_first") + flag(desc.rhs_contract_first, "rhs_contract_first") +
@@ -113,11 +117,14 @@ std::variant<GemmPlan, std::string> MakePlan(const GemmDesc& desc) {
   if (std::string reason = WhyNot(desc); !reason.empty()) return reason;
   GemmPlan plan;
   plan.fp8 = IsFP8(desc.lhs);
-  // Row-major [r, c] is column-major [c, r]: rhs [n, k] is A [k, n], used transposed; lhs [m, k] is B [k, m], used as it is.
+  // Row-major [r, c] is column-major [c, r]: rhs [n, k] is A [k, n], used transposed; lhs [m, k] is B [k, m], used as
+  // it is.
   plan.transpose_a = !desc.rhs_contract_first;
-  plan.a = desc.rhs_contract_first ? Matrix{desc.rhs, desc.n, desc.k, desc.n} : Matrix{desc.rhs, desc.k, desc.n, desc.k};
+  plan.a =
+      desc.rhs_contract_first ? Matrix{desc.rhs, desc.n, desc.k, desc.n} : Matrix{desc.rhs, desc.k, desc.n, desc.k};
   plan.transpose_b = desc.lhs_contract_first;
-  plan.b = desc.lhs_contract_first ? Matrix{desc.lhs, desc.m, desc.k, desc.m} : Matrix{desc.lhs, desc.k, desc.m, desc.k};
+  plan.b =
+      desc.lhs_contract_first ? Matrix{desc.lhs, desc.m, desc.k, desc.m} : Matrix{desc.lhs, desc.k, desc.m, desc.k};
   plan.d = {desc.out, desc.n, desc.m, desc.n};
   // C is described even where beta is 0; for an FP8 result it is the type of the bias.
   plan.c = {IsFP8(desc.out) ? DType::kBF16 : desc.out, desc.n, desc.m, desc.n};

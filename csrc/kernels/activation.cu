@@ -1,5 +1,4 @@
 #include "csrc/kernels/activation.h"
-
 #include "csrc/kernels/activation_math.cuh"
 #include "csrc/kernels/dispatch.h"
 #include "csrc/kernels/quantizing_pass.cuh"
@@ -43,7 +42,9 @@ struct ActivationLoader {
 
 }  // namespace
 
-size_t ActivationWorkspaceBytes(const ActivationArgs& args) { return PassWorkspace::Bytes(args.rows, args.cols, args.out); }
+size_t ActivationWorkspaceBytes(const ActivationArgs& args) {
+  return PassWorkspace::Bytes(args.rows, args.cols, args.out);
+}
 
 cudaError_t LaunchActivation(const ActivationArgs& args, void* workspace, cudaStream_t stream) {
   return DispatchFloat(args.x_dtype, [&](auto tag) {

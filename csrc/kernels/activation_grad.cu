@@ -1,5 +1,4 @@
 #include "csrc/kernels/activation_grad.h"
-
 #include "csrc/kernels/activation_math.cuh"
 #include "csrc/kernels/dispatch.h"
 #include "csrc/kernels/quantizing_pass.cuh"
@@ -60,7 +59,8 @@ cudaError_t LaunchActivationGrad(const ActivationGradArgs& args, void* workspace
   return DispatchFloat(args.x_dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return DispatchActivation(args.kind, [&](auto kind) {
-      const ActivationGradLoader<T, kind()> loader{static_cast<const T*>(args.dy), static_cast<const T*>(args.x), args.cols};
+      const ActivationGradLoader<T, kind()> loader{static_cast<const T*>(args.dy), static_cast<const T*>(args.x),
+                                                   args.cols};
       return LaunchQuantizingPass(loader, args.rows, args.cols, args.out, workspace, stream);
     });
   });

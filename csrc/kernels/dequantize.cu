@@ -1,9 +1,8 @@
-#include "csrc/kernels/dequantize.h"
-
 #include <cuda_fp8.h>
 
 #include <algorithm>
 
+#include "csrc/kernels/dequantize.h"
 #include "csrc/kernels/dispatch.h"
 #include "csrc/kernels/vector.cuh"
 
@@ -11,7 +10,7 @@ namespace te_jax::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kChunk = 16;  // elements of a thread: one 16-byte load
+constexpr int kChunk = 16;               // elements of a thread: one 16-byte load
 constexpr int64_t kMaxBlocks = 1 << 16;  // a grid-stride loop does the rest
 
 // FP8 to fp32 by way of fp16, which holds every value of both formats.
@@ -27,8 +26,8 @@ __device__ inline void DecodeFour(uint32_t word, bool e5m2, float* out) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) DequantizeKernel(const uint8_t* data, bool e5m2, int64_t size,
-                                                             const float* scale_inv_operand, T* out) {
+__global__ void __launch_bounds__(kThreads)
+    DequantizeKernel(const uint8_t* data, bool e5m2, int64_t size, const float* scale_inv_operand, T* out) {
   const float scale_inv = *scale_inv_operand;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads * kChunk;
   for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kChunk; i < size; i += stride) {

@@ -1,5 +1,5 @@
-// amax and the FP8 cast, with the results of the host kernels (csrc/core/fp8.h) to the last bit: every operation is IEEE
-// and rounds to nearest even, none is contracted or approximated.
+// amax and the FP8 cast, with the results of the host kernels (csrc/core/fp8.h) to the last bit: every operation is
+// IEEE and rounds to nearest even, none is contracted or approximated.
 #ifndef TE_JAX_KERNELS_FP8_CUH_
 #define TE_JAX_KERNELS_FP8_CUH_
 
@@ -22,8 +22,8 @@ __device__ inline float MaxMagnitude(float amax, float value) {
   return result;
 }
 
-// The bits of a magnitude are ordered like it as unsigned integers, NaN above infinity: an integer maximum over threads and
-// blocks keeps NaN and does not depend on the order.
+// The bits of a magnitude are ordered like it as unsigned integers, NaN above infinity: an integer maximum over threads
+// and blocks keeps NaN and does not depend on the order.
 __device__ inline float AmaxFromBits(uint32_t bits) { return __uint_as_float(bits > kInfinityBits ? kNaNBits : bits); }
 
 // What to cast: y * scale, but NaN for a y that is not finite, since a saturating cast would turn inf into a healthy

@@ -1,6 +1,5 @@
-#include "csrc/kernels/norm.h"
-
 #include "csrc/kernels/dispatch.h"
+#include "csrc/kernels/norm.h"
 #include "csrc/kernels/quantizing_pass.cuh"
 
 namespace te_jax::kernels {
@@ -71,12 +70,12 @@ struct NormLoader {
   }
 };
 
-// mean[row] and rstd[row], a warp for each row. The row is read from device memory once: the second and third look at it
-// hit the caches. Also does the work of AmaxKernel (quantizing_pass.cuh).
+// mean[row] and rstd[row], a warp for each row. The row is read from device memory once: the second and third look at
+// it hit the caches. Also does the work of AmaxKernel (quantizing_pass.cuh).
 template <class T, bool kLayer>
-__global__ void __launch_bounds__(kThreads) NormStatsKernel(NormLoader<T, kLayer> loader, int64_t rows, float epsilon,
-                                                            AmaxNeed need, const float* scale, bool only_amax,
-                                                            uint32_t* partials, float* amax_to_zero) {
+__global__ void __launch_bounds__(kThreads)
+    NormStatsKernel(NormLoader<T, kLayer> loader, int64_t rows, float epsilon, AmaxNeed need, const float* scale,
+                    bool only_amax, uint32_t* partials, float* amax_to_zero) {
   __shared__ uint32_t scratch[kWarps];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t cols = loader.cols;
@@ -86,7 +85,7 @@ __global__ void __launch_bounds__(kThreads) NormStatsKernel(NormLoader<T, kLayer
 
   // f(col, x) for every chunk of the row that belongs to this lane.
   const auto for_each_chunk = [&](int64_t row, auto&& f) {
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t col = lane * kChunk; col < cols; col += kWarp * kChunk) {
       Chunk<T, kChunk> x;
       x.Load(loader.x + row * cols + col);
@@ -149,9 +148,9 @@ cudaError_t LaunchTyped(const NormArgs& args, void* memory, cudaStream_t stream)
                                      args.rstd != nullptr ? args.rstd : workspace.rstd,
                                      args.cols};
   const bool only_amax = !WritesTiles(args.out) && args.mean == nullptr && args.rstd == nullptr;
-  NormStatsKernel<<<workspace.num_partials, kThreads, 0, stream>>>(loader, args.rows, args.epsilon, NeedOfAmax(args.out),
-                                                                   args.out.scale, only_amax, workspace.partials,
-                                                                   args.out.amax);
+  NormStatsKernel<<<workspace.num_partials, kThreads, 0, stream>>>(loader, args.rows, args.epsilon,
+                                                                   NeedOfAmax(args.out), args.out.scale, only_amax,
+                                                                   workspace.partials, args.out.amax);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   return LaunchWrite(loader, args.rows, args.cols, args.out, workspace, stream);
 }

@@ -1,6 +1,5 @@
-#include "csrc/kernels/quantize.h"
-
 #include "csrc/kernels/dispatch.h"
+#include "csrc/kernels/quantize.h"
 #include "csrc/kernels/quantizing_pass.cuh"
 
 namespace te_jax::kernels {

@@ -5,8 +5,8 @@ namespace {
 
 constexpr int kDbiasCols = 32;  // columns of a block of DbiasKernel, one a lane
 
-__global__ void __launch_bounds__(kThreads) FinishAmaxKernel(const float* only_if_zero, const uint32_t* partials,
-                                                             int num_partials, float* amax) {
+__global__ void __launch_bounds__(kThreads)
+    FinishAmaxKernel(const float* only_if_zero, const uint32_t* partials, int num_partials, float* amax) {
   __shared__ uint32_t scratch[kWarps];
   const bool skipped = only_if_zero != nullptr && *only_if_zero != 0.0f;
   const uint32_t bits = skipped ? 0 : ReducePartials(partials, num_partials, scratch);
@@ -14,8 +14,8 @@ __global__ void __launch_bounds__(kThreads) FinishAmaxKernel(const float* only_i
 }
 
 // dbias[c] = sum over tiles of tile_sums[tile, c]; warp w takes tiles w, w + 8, ...
-__global__ void __launch_bounds__(kThreads) DbiasKernel(int64_t num_row_tiles, int64_t cols, const float* tile_sums,
-                                                        float* dbias) {
+__global__ void __launch_bounds__(kThreads)
+    DbiasKernel(int64_t num_row_tiles, int64_t cols, const float* tile_sums, float* dbias) {
   __shared__ float scratch[kWarps][kDbiasCols];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t col = static_cast<int64_t>(blockIdx.x) * kDbiasCols + lane;
@@ -42,7 +42,8 @@ cudaError_t LaunchFinishAmax(const QuantizedOut& out, const PassWorkspace& works
   return cudaGetLastError();
 }
 
-cudaError_t LaunchDbias(int64_t num_row_tiles, int64_t cols, const float* tile_sums, float* dbias, cudaStream_t stream) {
+cudaError_t LaunchDbias(int64_t num_row_tiles, int64_t cols, const float* tile_sums, float* dbias,
+                        cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((cols + kDbiasCols - 1) / kDbiasCols);
   DbiasKernel<<<blocks, kThreads, 0, stream>>>(num_row_tiles, cols, tile_sums, dbias);
   return cudaGetLastError();

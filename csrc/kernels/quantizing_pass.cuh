@@ -7,7 +7,8 @@
 //   struct Fragment, Column;                     // operands of one chunk; what depends on its columns alone
 //   void Load(int64_t row, int64_t col, Fragment&) const;
 //   void LoadColumn(int64_t col, Column&) const;
-//   void Compute(int64_t row, const Fragment&, const Column&, float (&y)[kOutputs][kChunk]) const;  // rounded to Element
+//   void Compute(int64_t row, const Fragment&, const Column&, float (&y)[kOutputs][kChunk]) const;  // rounded to
+//   Element
 //
 // Kernels on the stream, in this order (everything stays on the device, the host never waits):
 //   AmaxKernel    if y is quantized: its blocks return at once unless the scale operand is 0; also zeroes amax
@@ -92,8 +93,9 @@ struct Operands {
 };
 
 template <class Loader>
-__global__ void __launch_bounds__(kThreads) AmaxKernel(Loader loader, int64_t rows, int64_t cols, const float* only_if_zero,
-                                                       uint32_t* partials, float* amax_to_zero) {
+__global__ void __launch_bounds__(kThreads)
+    AmaxKernel(Loader loader, int64_t rows, int64_t cols, const float* only_if_zero, uint32_t* partials,
+               float* amax_to_zero) {
   __shared__ uint32_t scratch[kWarps];
   if (amax_to_zero != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *amax_to_zero = 0.0f;
   if (only_if_zero != nullptr && *only_if_zero != 0.0f) return;
@@ -125,8 +127,8 @@ __device__ inline uint32_t ReducePartials(const uint32_t* partials, int num_part
 }
 
 // Transposes 4 rows x 8 columns of bytes into words of 4 rows, and puts them at their columns of the shared tile.
-// A word lies in 16-byte unit (row / 16) ^ (chunk of its column): conflict-free for this store, where a warp has 16 rows
-// of 8 chunks, and for the 16-byte reads along a column.
+// A word lies in 16-byte unit (row / 16) ^ (chunk of its column): conflict-free for this store, where a warp has 16
+// rows of 8 chunks, and for the 16-byte reads along a column.
 __device__ inline void StoreTransposed(const uint32_t (&words)[kRowsPerThread][kWords], const Place& at,
                                        TransposedTile& tile) {
   const int slot = ((at.group / 4) ^ at.chunk) * 4 + at.group % 4;
@@ -158,8 +160,8 @@ __device__ inline void WriteTransposed(const TransposedTile& tile, const Place& 
 }
 
 // The block's part of the column sums: over the 4 rows of a thread, the 4 groups of a warp, the 8 warps.
-__device__ inline void WriteTileSums(float (&sums)[kChunk], const Place& at, int64_t cols, float (&scratch)[kWarps][kTileCols],
-                                     float* tile_sums) {
+__device__ inline void WriteTileSums(float (&sums)[kChunk], const Place& at, int64_t cols,
+                                     float (&scratch)[kWarps][kTileCols], float* tile_sums) {
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
     sums[i] += __shfl_xor_sync(kFullMask, sums[i], kChunksPerTile);
@@ -201,7 +203,8 @@ struct Scale {
 
 // kDbias: column sums are wanted; they cost registers and an addition for each element.
 template <class Loader, bool kDbias>
-__global__ void __launch_bounds__(kThreads, Loader::kOutputs == 1 ? 4 : 3) WriteKernel(Loader loader, PassParams params) {
+__global__ void __launch_bounds__(kThreads, Loader::kOutputs == 1 ? 4 : 3)
+    WriteKernel(Loader loader, PassParams params) {
   using T = typename Loader::Element;
   constexpr int kPlanes = Loader::kOutputs;
   __shared__ alignas(16) TransposedTile tiles[kPlanes];
@@ -292,8 +295,8 @@ inline PassParams MakePassParams(int64_t rows, int64_t cols, const QuantizedOut&
   return params;
 }
 
-// Queues WriteKernel and DbiasKernel, or FinishAmaxKernel where only amax is wanted. `workspace.partials` holds the maxima
-// already, and amax is 0 already.
+// Queues WriteKernel and DbiasKernel, or FinishAmaxKernel where only amax is wanted. `workspace.partials` holds the
+// maxima already, and amax is 0 already.
 template <class Loader>
 cudaError_t LaunchWrite(const Loader& loader, int64_t rows, int64_t cols, const QuantizedOut& out,
                         const PassWorkspace& workspace, cudaStream_t stream) {
@@ -311,8 +314,8 @@ cudaError_t LaunchWrite(const Loader& loader, int64_t rows, int64_t cols, const 
 
 // The whole pass over y [rows, kOutputs * cols].
 template <class Loader>
-cudaError_t LaunchQuantizingPass(const Loader& loader, int64_t rows, int64_t cols, const QuantizedOut& out, void* memory,
-                                 cudaStream_t stream) {
+cudaError_t LaunchQuantizingPass(const Loader& loader, int64_t rows, int64_t cols, const QuantizedOut& out,
+                                 void* memory, cudaStream_t stream) {
   PassWorkspace workspace(rows, Loader::kOutputs * cols, out, memory);
   workspace.num_partials = static_cast<int>(std::min<int64_t>(NumRowTiles(rows) * NumColTiles(cols), kMaxPartials));
   const AmaxNeed need = NeedOfAmax(out);
@@ -320,8 +323,8 @@ cudaError_t LaunchQuantizingPass(const Loader& loader, int64_t rows, int64_t col
     // Where amax is taken while writing, the pass before it only zeroes it.
     const int64_t amax_rows = need == AmaxNeed::kZero ? 0 : rows;
     const int blocks = need == AmaxNeed::kZero ? 1 : workspace.num_partials;
-    AmaxKernel<<<blocks, kThreads, 0, stream>>>(loader, amax_rows, cols, need == AmaxNeed::kAlways ? nullptr : out.scale,
-                                                workspace.partials, out.amax);
+    AmaxKernel<<<blocks, kThreads, 0, stream>>>(
+        loader, amax_rows, cols, need == AmaxNeed::kAlways ? nullptr : out.scale, workspace.partials, out.amax);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
   return LaunchWrite(loader, rows, cols, out, workspace, stream);

@@ -1,4 +1,5 @@
-// The scratch memory of a quantizing pass and what it holds. Plain C++: handlers ask for the size, kernels for the places.
+// The scratch memory of a quantizing pass and what it holds. Plain C++: handlers ask for the size, kernels for the
+// places.
 #ifndef TE_JAX_KERNELS_WORKSPACE_H_
 #define TE_JAX_KERNELS_WORKSPACE_H_
 
@@ -10,7 +11,8 @@
 
 namespace te_jax::kernels {
 
-// Blocks of the amax kernels at most: four per multiprocessor of an H200, and two words for each thread that reduces them.
+// Blocks of the amax kernels at most: four per multiprocessor of an H200, and two words for each thread that reduces
+// them.
 constexpr int kMaxPartials = 512;
 
 // The tile that a block works on. 128 rows: a transposed tile has 128-byte rows, whole cache lines.
@@ -39,9 +41,9 @@ inline AmaxNeed NeedOfAmax(const QuantizedOut& out) {
 struct PassWorkspace {
   uint32_t* partials = nullptr;  // [kMaxPartials]
   int num_partials = 0;
-  float* tile_sums = nullptr;    // [row tiles, cols], if dbias is wanted
-  float* mean = nullptr;         // [rows], norms only
-  float* rstd = nullptr;         // [rows], norms only
+  float* tile_sums = nullptr;  // [row tiles, cols], if dbias is wanted
+  float* mean = nullptr;       // [rows], norms only
+  float* rstd = nullptr;       // [rows], norms only
 
   // `cols` is the number of columns of the result.
   PassWorkspace(int64_t rows, int64_t cols, const QuantizedOut& out, void* memory) {

@@ -79,7 +79,7 @@ class Manager:
         check_value("params" in variables, op, "variables", "a 'params' collection", sorted(variables))
         check_value(step not in self.all_steps(), op, "step", "a step that is not saved yet", step)
         items = {name: trees.storable(op, name, tree) for name, tree in _items(variables, opt_state, extras).items()}
-        args = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
+        args: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
         args[document.DOCUMENT] = ocp.args.JsonSave(document.make(self._recipe, list(items)))
         saved = self._writer().save(step, args=ocp.args.Composite(**args), force=True)
         if not saved:
@@ -117,7 +117,7 @@ class Manager:
             check_value(name in described["items"], "checkpoint.restore", name, "a stored item", got)
 
         wanted = {name: trees.abstract(tree) for name, tree in targets.items()}
-        handlers = {name: ocp.StandardCheckpointHandler() for name in wanted}
+        handlers: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in wanted}
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as reader:
             metadata = reader.metadata(folder).item_metadata
             for name, tree in wanted.items():

@@ -48,7 +48,7 @@ import numpy as np
 from te_jax import errors
 from te_jax.quant.division import divide
 from te_jax.quant.format import MAX_SCALE
-from te_jax.recipe import Recipe
+from te_jax.recipe import DelayedScaling, Recipe
 
 COLLECTION = "_overwrite_with_gradient"
 """The variable collection of FP8 state, which Flax's TrainState overwrites with its gradient."""
@@ -104,7 +104,8 @@ def init(num_quantizers: int, recipe: Recipe) -> dict[str, jax.Array]:
       ValueError: the recipe keeps no state.
     """
     expected = "one that keeps state (DelayedScaling)"
-    errors.check_value(recipe.stateful, "state.init", "recipe", expected, type(recipe).__name__)
+    if not isinstance(recipe, DelayedScaling):
+        raise ValueError(errors.message("state.init", "recipe", expected, type(recipe).__name__))
     q, h = num_quantizers, recipe.amax_history_len
     return {
         "amax_history": jnp.zeros((q, h), jnp.float32),
@@ -113,7 +114,7 @@ def init(num_quantizers: int, recipe: Recipe) -> dict[str, jax.Array]:
     }
 
 
-def read(leaves: Leaves, fp8_max: jax.typing.ArrayLike, recipe: Recipe) -> StateView:
+def read(leaves: Leaves, fp8_max: jax.typing.ArrayLike, recipe: DelayedScaling) -> StateView:
     """Reads the leaves of Q quantizers whose formats have the largest values `fp8_max` f32[Q]."""
     d = _decode(leaves)
     # A step without a finite amax > 0 leaves the history as it was before it.

@@ -56,11 +56,18 @@ class QTensor:
         self.check()
         dtype = jnp.dtype(dtype or self.dtype)
         if self.scaling == "tensor":
-            data = self.data if self.data is not None else jnp.moveaxis(self.data_t, 0, -1)
+            assert self.scale_inv is not None
+            if self.data is not None:
+                data = self.data
+            else:
+                assert self.data_t is not None
+                data = jnp.moveaxis(self.data_t, 0, -1)
             return (data.astype(jnp.float32) * self.scale_inv).astype(dtype)
         block = BLOCKS[self.scaling]
         if self.data is not None:
+            assert self.scale_inv is not None
             return dequantize_block(self.data, self.scale_inv, block, dtype)
+        assert self.scale_inv_t is not None
         flat = dequantize_block(self._flat_t(), self.scale_inv_t, block, dtype)
         return flat.T.reshape(self.shape)
 
@@ -96,4 +103,5 @@ class QTensor:
 
     def _flat_t(self) -> jax.Array:
         """[C, prod(lead)]: 1x128 blocks of the transposed copy run along the flattened leading dimensions."""
+        assert self.data_t is not None
         return self.data_t.reshape(self.data_t.shape[0], -1)

@@ -56,6 +56,18 @@ class Recipe:
             if not ok:
                 raise self._error("amax_axes", "None or a tuple of mesh axis names", TypeError)
 
+    # Constants for the recipes that don't have them as fields.
+
+    @property
+    def margin(self) -> int:
+        """Powers of two by which a scale derived from amax is reduced."""
+        return 0
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether a scale derived from amax is floored to a power of two."""
+        return False
+
     def format(self, role: str) -> Format:
         """The FP8 format of `role`: "x", "kernel" or "dy"."""
         if role not in ROLES:

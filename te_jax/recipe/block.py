@@ -21,7 +21,6 @@ class BlockScaling(Recipe):
     power_of_two: bool = True
 
     name: ClassVar[str] = "block"
-    margin: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,7 +19,6 @@ class CurrentScaling(Recipe):
     power_of_two: bool = False
 
     name: ClassVar[str] = "current"
-    margin: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

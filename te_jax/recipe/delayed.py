@@ -29,7 +29,6 @@ class DelayedScaling(Recipe):
 
     name: ClassVar[str] = "delayed"
     stateful: ClassVar[bool] = True
-    power_of_two: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

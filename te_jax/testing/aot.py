@@ -81,4 +81,4 @@ def custom_calls(compiled: jax.stages.Compiled, prefix: str = "te_jax_") -> list
     """Targets of the custom calls in a compiled program whose names start with ``prefix``, in the order of its text."""
     from te_jax.testing import hlo
 
-    return [call.target for call in hlo.custom_calls(compiled.as_text(), prefix)]
+    return [call.target for call in hlo.custom_calls(compiled.as_text() or "", prefix)]

@@ -49,6 +49,7 @@ PYBIND11_MODULE(_te_jax_cuda, module) {
   module.def("cublaslt_status", &CublasLtStatus,
              "Loads cuBLASLt: its version (None if it can't be loaded), its path, and why it can't.");
   module.def(
-      "cublaslt_version", [] { return te_jax::gemm::LoadedCublasLt().error.empty() ? te_jax::gemm::LoadedCublasLt().get_version() : 0; },
+      "cublaslt_version",
+      [] { return te_jax::gemm::LoadedCublasLt().error.empty() ? te_jax::gemm::LoadedCublasLt().get_version() : 0; },
       "The version of the cuBLASLt that is loaded at run time, e.g. 130100; 0 if it can't be loaded.");
 }
