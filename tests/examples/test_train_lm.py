@@ -32,14 +32,23 @@ def command(data, out, *flags):
     return [sys.executable, str(EXAMPLES / "train_lm.py"), *TINY, "--data", str(data), "--out", str(out), *flags]
 
 
-def environment():
+def environment(data):
     root = str(EXAMPLES.parent)
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",  # one device
+        # The same programs are compiled in every process of this module.
+        "JAX_COMPILATION_CACHE_DIR": str(data / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    }
 
 
 def train(data, out, *flags, returncode=0):
-    done = subprocess.run(command(data, out, *flags), env=environment(), capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command(data, out, *flags), env=environment(data), capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == returncode, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -110,7 +119,7 @@ def test_interrupt_and_resume(data, tmp_path):
     out, log = tmp_path / "run", tmp_path / "log"
     flags = ("--recipe", "none", "--steps", "100000", "--save-every", "100000")
     with log.open("w") as stream:
-        process = subprocess.Popen(command(data, out, *flags), env=environment(), stdout=stream, stderr=stream)
+        process = subprocess.Popen(command(data, out, *flags), env=environment(data), stdout=stream, stderr=stream)
         try:
             wait_for_losses(out, process, log)
             process.send_signal(signal.SIGINT)
