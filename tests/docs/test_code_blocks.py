@@ -6,22 +6,26 @@ import re
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+def blocks(name):
+    """(language, first line, text) of the fenced blocks of a page."""
+    text = (ROOT / name).read_text()
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M):
+        yield match[1], text.count("\n", 0, match.start(2)), match[2]
+
+
 def run(name):
     """Runs the Python blocks of a page in order, in one namespace; errors show the page's lines."""
-    text = (ROOT / name).read_text()
-    blocks = list(re.finditer(r"```python\n(.*?)```", text, re.S))
-    assert blocks
+    code = [(line, text) for language, line, text in blocks(name) if language == "python"]
+    assert code
     namespace = {"__name__": "documentation"}
-    for match in blocks:
-        line = text.count("\n", 0, match.start(1))
-        exec(compile("\n" * line + match[1], str(ROOT / name), "exec"), namespace)
-    return text
+    for line, text in code:
+        exec(compile("\n" * line + text, str(ROOT / name), "exec"), namespace)
 
 
 def test_readme(capsys):
-    text = run("README.md")
+    run("README.md")
     printed = capsys.readouterr().out.splitlines()[:-1]  # without the line on this machine's library
-    shown = next(block for block in re.findall(r"```\n(.*?)```", text, re.S) if block.startswith("Sequential"))
+    (shown,) = [text for language, _, text in blocks("README.md") if not language and text.startswith("Sequential")]
     assert shown.splitlines() == printed
 
 

@@ -75,9 +75,16 @@ def test_dense_dtype():
 
 
 @pytest.mark.parametrize(
-    ("features", "axis"), [(5, -1), ((5, 6), -1), (5, (1, -1)), ((5, 6), (-2, -1)), ((5, 6), 1), (4, (-1, 0))]
+    ("features", "axis", "use_bias"),
+    [
+        (5, -1, True),
+        ((5, 6), -1, False),
+        (5, (1, -1), True),
+        ((5, 6), (-2, -1), True),
+        ((5, 6), 1, True),
+        (4, (-1, 0), False),
+    ],
 )
-@pytest.mark.parametrize("use_bias", [True, False])
 def test_dense_general_is_nn_dense_general(features, axis, use_bias):
     x = random(2, 3, 4, 7)
     config = {"features": features, "axis": axis, "use_bias": use_bias, "bias_init": nn.initializers.normal(1.0)}

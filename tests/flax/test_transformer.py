@@ -27,8 +27,9 @@ def assert_close(got, want, rtol=2e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max()), got, want)
 
 
-@pytest.mark.parametrize("activation", sorted(references.ACTIVATIONS))
-@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize(
+    ("activation", "residual"), [("relu", False), ("silu", True), ("gelu", False), ("swiglu", True), ("geglu", False)]
+)
 def test_mlp(activation, residual):
     x = random(2, 5, 24)
     module = te.flax.LayerNormMLP(24, 32, activation=activation, residual=residual, use_bias=True, norm="layernorm")
@@ -45,8 +46,9 @@ def test_mlp(activation, residual):
     assert_close(got_grads, want_grads, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize(("causal", "rope"), [(True, True), (False, False), (True, False)])
+@pytest.mark.parametrize(
+    ("kv_heads", "causal", "rope"), [(4, True, True), (2, True, False), (2, False, True), (1, False, False)]
+)
 def test_attention(kv_heads, causal, rope):
     x = random(2, 6, 32)
     module = te.flax.MultiHeadAttention(4, kv_heads, causal=causal, rope=rope, norm="rmsnorm", use_bias=True)
