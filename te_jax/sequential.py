@@ -116,7 +116,11 @@ class ChainModule(nn.Module, kw_only=True):
         segments: list[Any] = []
         for segment in _segments(self.chain()):
             if not isinstance(segment, list):
-                label = type(segment).__name__ if isinstance(segment, nn.Module) else getattr(segment, "__name__", "function")
+                label = (
+                    type(segment).__name__
+                    if isinstance(segment, nn.Module)
+                    else getattr(segment, "__name__", "function")
+                )
                 segments.append(Foreign(label))
                 x = _foreign_type(segment, x)
                 continue

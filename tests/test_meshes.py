@@ -44,7 +44,9 @@ def compile_step(module, variables, x, regime):
     if regime == "manual":
 
         def shard(variables, x):
-            loss, grads = jax.value_and_grad(lambda v, x: jax.lax.psum(loss_of(module)(v, x), "data"), (0, 1))(variables, x)
+            loss, grads = jax.value_and_grad(lambda v, x: jax.lax.psum(loss_of(module)(v, x), "data"), (0, 1))(
+                variables, x
+            )
             return loss, grads
 
         step = jax.shard_map(shard, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), (P(), P("data"))))
@@ -74,7 +76,11 @@ def test_data_parallel_equals_one_device(recipe, regime):
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(want_state), strict=True):
         for shard in a.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(b), err_msg=jax.tree_util.keystr(path))
-    for a, b in zip(jax.tree.leaves((got[0], got[1][0]["params"], got[1][1])), jax.tree.leaves((want[0], want[1][0]["params"], want[1][1])), strict=True):
+    for a, b in zip(
+        jax.tree.leaves((got[0], got[1][0]["params"], got[1][1])),
+        jax.tree.leaves((want[0], want[1][0]["params"], want[1][1])),
+        strict=True,
+    ):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
 

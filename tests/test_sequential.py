@@ -56,7 +56,9 @@ def test_without_a_recipe_it_is_plain_jax(activation):
     got = jax.jit(jax.value_and_grad(loss_of(module, weights), argnums=(0, 1)))(variables, x)
     want = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(variables["params"], x)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), got, (want[0], ({"params": want[1][0]}, want[1][1]))
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
+        got,
+        (want[0], ({"params": want[1][0]}, want[1][1])),
     )
 
 
@@ -106,7 +108,11 @@ def test_parameter_paths():
     chain = [ops.LayerNorm(), ops.Linear(32), ops.Dropout(0.1), ops.Linear(16, use_bias=False, name="head")]
     variables = te.Sequential(chain, recipe=DELAYED).init(jax.random.key(0), jnp.zeros((16, 32)))
     shapes = jax.tree.map(jnp.shape, variables["params"])
-    assert shapes == {"ops_0": {"scale": (32,), "bias": (32,)}, "ops_1": {"kernel": (32, 32), "bias": (32,)}, "head": {"kernel": (32, 16)}}
+    assert shapes == {
+        "ops_0": {"scale": (32,), "bias": (32,)},
+        "ops_1": {"kernel": (32, 32), "bias": (32,)},
+        "head": {"kernel": (32, 16)},
+    }
     assert jax.tree.map(jnp.shape, variables[STATE]) == {
         "fp8_0": {"amax_history": (6, 4), "scale": (6,), "uses": (6, 66)}
     }
@@ -124,7 +130,9 @@ def test_an_op_listed_twice_shares_its_parameters(recipe):
     state = {k: v for k, v in variables.items() if k != "params"}
     got = jax.jit(jax.grad(loss_of(module, weights)))(variables, x)
     want = jax.jit(jax.grad(loss_of(apart, weights)))({**both, **state}, x)
-    assert_trees_identical(got["params"]["ops_0"], jax.tree.map(jnp.add, want["params"]["ops_0"], want["params"]["ops_2"]))
+    assert_trees_identical(
+        got["params"]["ops_0"], jax.tree.map(jnp.add, want["params"]["ops_0"], want["params"]["ops_2"])
+    )
     if recipe is DELAYED:
         assert_trees_identical(got[STATE], want[STATE])
 
@@ -149,7 +157,10 @@ def test_extra_inputs_and_outputs(recipe):
     want = second.apply(variables, first.apply(variables, x) + a) + b
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
     # The cotangent of the extra output comes on top of that of the main path.
-    grads = jax.grad(lambda x, a, b, w: sum(jnp.sum(o) * s for o, s in zip(module.apply(variables, x, a, b), w, strict=True)), argnums=(0, 1, 2))
+    grads = jax.grad(
+        lambda x, a, b, w: sum(jnp.sum(o) * s for o, s in zip(module.apply(variables, x, a, b), w, strict=True)),
+        argnums=(0, 1, 2),
+    )
     dx, da, db = grads(x, a, b, (1.0, 3.0))
     dx0, da0, db0 = grads(x, a, b, (1.0, 0.0))
     np.testing.assert_allclose(dx, dx0 + 3.0, rtol=1e-6)
@@ -200,7 +211,9 @@ def test_vmap_is_a_loop(recipe):
     step = jax.value_and_grad(loss_of(module, weights), argnums=(0, 1))
     got = jax.jit(jax.vmap(step, in_axes=(None, 0)))(variables, x)
     want = jax.tree.map(lambda *a: jnp.stack(a), *[jax.jit(step)(variables, x[i]) for i in range(3)])
-    assert_trees_identical(got[1][0][STATE] if recipe is DELAYED else {}, want[1][0][STATE] if recipe is DELAYED else {})
+    assert_trees_identical(
+        got[1][0][STATE] if recipe is DELAYED else {}, want[1][0][STATE] if recipe is DELAYED else {}
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-4), got, want)
 
 
@@ -210,7 +223,9 @@ def test_scan_over_layers_is_the_unrolled_loop(remat):
         @nn.compact
         def __call__(self, x, _):
             layer = te.Sequential(
-                [ops.RMSNorm(), ops.Linear(64), ops.GELU(), ops.Linear(32), ops.AddExtraInput()], recipe=DELAYED, name="mlp"
+                [ops.RMSNorm(), ops.Linear(64), ops.GELU(), ops.Linear(32), ops.AddExtraInput()],
+                recipe=DELAYED,
+                name="mlp",
             )
             return layer(x, x), None
 
@@ -283,7 +298,9 @@ def test_errors():
     with pytest.raises(ValueError, match=r"Reshape: x: expected a size that \(7, -1\) holds, got shape \(16, 32\)"):
         te.Sequential([ops.Reshape((7, -1))]).init(jax.random.key(0), x)
     shared = ops.Linear(16)
-    with pytest.raises(ValueError, match=r"kernel shared by several places of the chain: expected shape \(32, 16\), got \(16, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"kernel shared by several places of the chain: expected shape \(32, 16\), got \(16, 16\)"
+    ):
         te.Sequential([shared, shared]).init(jax.random.key(0), x)
 
 
@@ -291,7 +308,9 @@ def test_errors_of_the_state():
     x = jnp.zeros((16, 32))
     linear = te.Sequential([ops.Linear(32)], recipe=DELAYED)
     variables = linear.init(jax.random.key(0), x)
-    with pytest.raises(ValueError, match=r"variables: expected collection '_overwrite_with_gradient' with 'fp8_0'.*got none"):
+    with pytest.raises(
+        ValueError, match=r"variables: expected collection '_overwrite_with_gradient' with 'fp8_0'.*got none"
+    ):
         linear.apply({"params": variables["params"]}, x)
     longer = te.Sequential([ops.Linear(32)], recipe=te.DelayedScaling(amax_history_len=8))
     with pytest.raises(ValueError, match=r"fp8_0/amax_history: expected shape \(3, 8\), got \(3, 4\)"):

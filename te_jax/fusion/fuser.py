@@ -59,9 +59,7 @@ class RunPlan:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_run(
-    links: tuple[LinkInfo, ...], forward_rules: tuple[Rule, ...], backward_rules: tuple[Rule, ...]
-) -> RunPlan:
+def plan_run(links: tuple[LinkInfo, ...], forward_rules: tuple[Rule, ...], backward_rules: tuple[Rule, ...]) -> RunPlan:
     """Walks the run from the front (forward) and from the back (backward); the first rule that applies wins."""
     forward, forward_refusals = _choose(links, forward_rules, backward=False)
     backward, backward_refusals = _choose(links, backward_rules, backward=True)

@@ -65,7 +65,9 @@ class Rule:
     step: Callable[[Window], Step]
 
 
-def windows(rule: Rule, links: tuple[LinkInfo, ...], *, first: int | None = None, last: int | None = None) -> Iterator[Window]:
+def windows(
+    rule: Rule, links: tuple[LinkInfo, ...], *, first: int | None = None, last: int | None = None
+) -> Iterator[Window]:
     """Places where the pattern fits, most ops first, with the first consumed link (or the last one) as given."""
     for present in _presence(rule.pattern):
         length = sum(present)
@@ -74,7 +76,7 @@ def windows(rule: Rule, links: tuple[LinkInfo, ...], *, first: int | None = None
             picks = tuple(next(numbers) if here else None for here in present)
             pairs = [(p, s) for p, s in zip(picks, rule.pattern, strict=True) if p is not None]
             consumed = tuple(p for p, s in pairs if not s.ahead)
-            if first is not None and consumed[0] != first or last is not None and consumed[-1] != last:
+            if (first is not None and consumed[0] != first) or (last is not None and consumed[-1] != last):
                 continue
             if all(isinstance(links[p].op, s.kinds) for p, s in pairs):
                 yield Window(links, picks, consumed)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax.nn import initializers
 from jax import Array
+from jax.nn import initializers
 
 from te_jax.ops.base import BackwardContext, ForwardContext, Initializer, Op, ParamSpec, TensorType, sum_over_lead
 

@@ -126,7 +126,11 @@ def as_qtensor(ctx: ForwardContext | BackwardContext, role: str, out: primitives
     if out.amax is not None:
         ctx.used[role] = (out.scale, out.amax)
     return QTensor(
-        data=out.data, data_t=out.data_t, scale_inv=out.scale_inv, format=recipe.format(role).name, dtype=jnp.dtype(dtype).name
+        data=out.data,
+        data_t=out.data_t,
+        scale_inv=out.scale_inv,
+        format=recipe.format(role).name,
+        dtype=jnp.dtype(dtype).name,
     )
 
 
@@ -189,9 +193,7 @@ def backward(ctx: BackwardContext, dy: Array | QTensor) -> Array:
     x_t, x_scale_inv, kernel_data, kernel_scale_inv = ctx.saved
     dy_q = dy if isinstance(dy, QTensor) else quantize_operand(ctx, "dy", dy)[0]
     dgrad = GemmSpec(out_dtype=gemm_dtype(dtype), fast_accumulation=info.recipe.fast_accumulation("dgrad"))
-    dx, _ = primitives.gemm(
-        dy_q.data, kernel_data, dgrad, lhs_scale_inv=dy_q.scale_inv, rhs_scale_inv=kernel_scale_inv
-    )
+    dx, _ = primitives.gemm(dy_q.data, kernel_data, dgrad, lhs_scale_inv=dy_q.scale_inv, rhs_scale_inv=kernel_scale_inv)
     wgrad = GemmSpec(
         contract_dims=len(info.x_type.shape) - 1,
         out_dtype=gemm_dtype(kernel.dtype),

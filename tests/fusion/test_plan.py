@@ -122,7 +122,9 @@ def test_the_text_tells_what_runs_and_why():
     text = str(mlp(te.CurrentScaling()).plan(odd))
     assert "not quantized: tokens: 15 is not a multiple of 16" in text
     float32 = te.Sequential([ops.Linear(64)], recipe=te.CurrentScaling())
-    assert "adds a bfloat16 bias only, the chain computes in float32" in str(float32.plan(jax.ShapeDtypeStruct((32, 64), jnp.float32)))
+    assert "adds a bfloat16 bias only, the chain computes in float32" in str(
+        float32.plan(jax.ShapeDtypeStruct((32, 64), jnp.float32))
+    )
 
 
 def test_plans_are_values():

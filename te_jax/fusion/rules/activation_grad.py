@@ -33,7 +33,11 @@ class ActivationGradQuantize:
     def __call__(self, contexts: list[Any], dy: Any) -> QTensor:
         ctx, consumer = contexts[self.activation], contexts[self.consumer]
         out = ctx.info.op.backward_quantized(
-            ctx, dy, linear.scale_of(consumer, "dy"), linear.quantizing(consumer.info, "dy"), dbias=self.bias is not None
+            ctx,
+            dy,
+            linear.scale_of(consumer, "dy"),
+            linear.quantizing(consumer.info, "dy"),
+            dbias=self.bias is not None,
         )
         if self.bias is not None:
             bias_ctx = contexts[self.bias]
