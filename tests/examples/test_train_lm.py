@@ -1,19 +1,17 @@
 """examples/train_lm.py as a user runs it: train, stop, restore, go on."""
 
 import json
-import os
 import pathlib
 import signal
 import subprocess
-import sys
 import time
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+from te_jax.testing import runs
+from te_jax.testing.runs import EXAMPLES, environment, leaves, losses, steps
+
 TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--seq", "32", "--batch", "4", "--schedule-steps", "20"]
 N = 4
 
@@ -28,56 +26,24 @@ def data(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def env(data):
+    return environment(data / "cache", JAX_PLATFORMS="cpu", XLA_FLAGS="")  # one device
+
+
 def command(data, out, *flags):
-    return [sys.executable, str(EXAMPLES / "train_lm.py"), *TINY, "--data", str(data), "--out", str(out), *flags]
+    return runs.command(out, *TINY, "--data", str(data), *flags)
 
 
-def environment(data):
-    root = str(EXAMPLES.parent)
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",  # one device
-        # The same programs are compiled in every process of this module.
-        "JAX_COMPILATION_CACHE_DIR": str(data / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
-    }
-
-
-def train(data, out, *flags, returncode=0):
-    done = subprocess.run(
-        command(data, out, *flags), env=environment(data), capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == returncode, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def losses(out):
-    return [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
-
-
-def steps(out):
-    return sorted(int(folder.name) for folder in (out / "checkpoints").iterdir() if folder.name.isdigit())
-
-
-def leaves(out, step):
-    """Every array of a checkpoint, by path, through plain orbax."""
-    folder = out / "checkpoints" / str(step)
-    found = {}
-    for item in sorted(p.name for p in folder.iterdir() if (p / "_METADATA").exists()):
-        with ocp.StandardCheckpointer() as checkpointer:
-            tree = checkpointer.restore((folder / item).absolute())
-        for path, leaf in jax.tree.leaves_with_path(tree):
-            found[item + jax.tree_util.keystr(path)] = np.asarray(leaf)
-    return found
+def train(data, env, out, *flags, **options):
+    return runs.train(env, out, *TINY, "--data", str(data), *flags, **options)
 
 
 @pytest.fixture(scope="module")
-def whole_run(data, tmp_path_factory):
+def whole_run(data, env, tmp_path_factory):
     """2N steps in one go, delayed scaling, with bf16 beside it: (folder, output)."""
     out = tmp_path_factory.mktemp("whole")
-    return out, train(data, out, "--recipe", "delayed", "--steps", str(2 * N), "--save-every", str(N), "--compare")
+    return out, train(data, env, out, "--recipe", "delayed", "--steps", str(2 * N), "--save-every", str(N), "--compare")
 
 
 def test_what_a_run_leaves_behind(whole_run):
@@ -86,9 +52,9 @@ def test_what_a_run_leaves_behind(whole_run):
     assert [entry["step"] for entry in losses(out)] == list(range(2 * N))
     assert (out / "loss.png").stat().st_size > 5000
     summary = json.loads((out / "summary.json").read_text())
-    runs = summary["runs"]
-    assert set(runs) == {"delayed", "bf16"}
-    for run in runs.values():
+    by_name = summary["runs"]
+    assert set(by_name) == {"delayed", "bf16"}
+    for run in by_name.values():
         assert np.isfinite(run["held_out_loss"])
         np.testing.assert_allclose(run["bits_per_byte"], run["held_out_loss"] / np.log(2))
         assert pathlib.Path(run["checkpoint"]).is_dir()
@@ -98,28 +64,24 @@ def test_what_a_run_leaves_behind(whole_run):
         assert text in printed
 
 
-def test_resume_is_bit_identical(whole_run, data, tmp_path):
+def test_resume_is_bit_identical(whole_run, data, env, tmp_path):
     whole, _ = whole_run
-    train(data, tmp_path, "--recipe", "delayed", "--steps", str(N))
+    train(data, env, tmp_path, "--recipe", "delayed", "--steps", str(N))
     assert steps(tmp_path) == [N]
-    printed = train(data, tmp_path, "--recipe", "delayed", "--steps", str(2 * N), "--resume")
+    printed = train(data, env, tmp_path, "--recipe", "delayed", "--steps", str(2 * N), "--resume")
     assert f"resumed at step {N}" in printed
-    assert losses(tmp_path) == losses(whole)
-    got, want = leaves(tmp_path, 2 * N), leaves(whole, 2 * N)
-    assert set(got) == set(want)
-    assert any("amax_history" in path for path in want)
-    assert any("kernel" in path for path in want)
-    assert sum("mu" in path for path in want) > 3
-    for path, leaf in want.items():
-        assert got[path].dtype == leaf.dtype
-        np.testing.assert_array_equal(got[path], leaf, err_msg=path)
+    runs.assert_same_run(tmp_path, whole, 2 * N)
+    saved = leaves(whole, 2 * N)
+    assert any("amax_history" in path for path in saved)
+    assert any("kernel" in path for path in saved)
+    assert sum("mu" in path for path in saved) > 3
 
 
-def test_interrupt_and_resume(data, tmp_path):
+def test_interrupt_and_resume(data, env, tmp_path):
     out, log = tmp_path / "run", tmp_path / "log"
     flags = ("--recipe", "none", "--steps", "100000", "--save-every", "100000")
     with log.open("w") as stream:
-        process = subprocess.Popen(command(data, out, *flags), env=environment(data), stdout=stream, stderr=stream)
+        process = subprocess.Popen(command(data, out, *flags), env=env, stdout=stream, stderr=stream)
         try:
             wait_for_losses(out, process, log)
             process.send_signal(signal.SIGINT)
@@ -130,7 +92,7 @@ def test_interrupt_and_resume(data, tmp_path):
     assert [entry["step"] for entry in losses(out)] == list(range(stopped_at))
     assert "--resume" in log.read_text()
 
-    train(data, out, "--recipe", "none", "--steps", str(stopped_at + 2), "--resume")
+    train(data, env, out, "--recipe", "none", "--steps", str(stopped_at + 2), "--resume")
     assert steps(out) == [stopped_at, stopped_at + 2]
     assert [entry["step"] for entry in losses(out)] == list(range(stopped_at + 2))
 
@@ -143,9 +105,9 @@ def wait_for_losses(out, process, log):
         time.sleep(0.1)
 
 
-def test_a_run_is_not_overwritten_nor_changed(whole_run, data):
+def test_a_run_is_not_overwritten_nor_changed(whole_run, data, env):
     out, _ = whole_run
     before = losses(out)
-    assert "--resume goes on" in train(data, out, "--steps", "4", returncode=1)
-    assert "--batch: expected 4" in train(data, out, "--resume", "--batch", "2", returncode=1)
+    assert "--resume goes on" in train(data, env, out, "--steps", "4", returncode=1)
+    assert "--batch: expected 4" in train(data, env, out, "--resume", "--batch", "2", returncode=1)
     assert losses(out) == before
