@@ -167,10 +167,10 @@ def test_repeats_exactly(on):
             {"out_dtype": "bfloat16", "bias": True},
             (E4M3, E4M3),
             np.float32,
-            "bias dtype: expected bfloat16, got float32",
+            "bias: expected dtype bfloat16, got float32",
         ),
-        ({"out_dtype": "float8_e5m2"}, (E4M3, E4M3), None, "out dtype: expected float8_e4m3fn"),
-        ({"out_dtype": "bfloat16", "fp8": False}, (np.float32, np.float32), None, "out dtype: expected float32"),
+        ({"out_dtype": "float8_e5m2"}, (E4M3, E4M3), None, "out_dtype: expected float8_e4m3fn"),
+        ({"out_dtype": "bfloat16", "fp8": False}, (np.float32, np.float32), None, "out_dtype: expected float32"),
     ],
     ids=["bias", "e5m2_result", "narrow_result"],
 )
