@@ -17,14 +17,14 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from te_jax import compat
+from te_jax import compat, errors
 from te_jax.fusion.fuser import RunPlan, plan_run
 from te_jax.fusion.pattern import Rule
-from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo
+from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo, Used
 from te_jax.parallel import mesh
 from te_jax.quant import state as fp8_state
 from te_jax.quant.format import is_fp8
-from te_jax.recipe import Recipe
+from te_jax.recipe import DelayedScaling, Recipe
 
 Params = Mapping[str, Mapping[str, Array]]  # scope -> name -> array
 
@@ -48,10 +48,16 @@ class Run:
         return quantizers_of(tuple(info.op.roles for info in self.links))
 
     @property
+    def stateful_recipe(self) -> DelayedScaling:
+        """The recipe of a run that has FP8 state; raises TypeError for one that keeps none."""
+        if not isinstance(self.recipe, DelayedScaling):
+            raise TypeError(errors.message("fusion.execute", "recipe", "DelayedScaling", type(self.recipe).__name__))
+        return self.recipe
+
+    @property
     def fp8_max(self) -> np.ndarray:
         """f32[Q]: the largest value of each quantizer's format."""
-        assert self.recipe is not None
-        return np.array([self.recipe.format(role).max for _, role in self.quantizers], np.float32)
+        return np.array([self.stateful_recipe.format(role).max for _, role in self.quantizers], np.float32)
 
 
 def quantizers_of(roles: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, str], ...]:
@@ -178,13 +184,13 @@ def _scales(run: Run, state) -> list[dict[str, Array]]:
     """Per link: role -> the scale to quantize with. Empty without state (current scaling)."""
     scales: list[dict[str, Array]] = [{} for _ in run.links]
     if state:
-        view = fp8_state.read(state, run.fp8_max, run.recipe)
+        view = fp8_state.read(state, run.fp8_max, run.stateful_recipe)
         for row, (link, role) in enumerate(run.quantizers):
             scales[link][role] = view.scale[row]
     return scales
 
 
-def _new_state(run: Run, state, used: list[dict[str, tuple[Array, Array]]]):
+def _new_state(run: Run, state, used: list[Used]):
     """The state's cotangent: its next value; zero in the rows of quantizers that this call didn't use."""
     if not state:
         return state
@@ -193,7 +199,7 @@ def _new_state(run: Run, state, used: list[dict[str, tuple[Array, Array]]]):
     scale = jnp.stack([zero if row is None else row[0] for row in rows])
     amax = jnp.stack([zero if row is None else row[1] for row in rows])
     is_used = np.array([row is not None for row in rows])
-    view = fp8_state.read(state, run.fp8_max, run.recipe)
+    view = fp8_state.read(state, run.fp8_max, run.stateful_recipe)
     new = fp8_state.write(view, scale, amax, like=state)
     if is_used.all():
         return new

@@ -157,15 +157,14 @@ def _planned(run: Run, step: Step, calls: tuple[str, ...], value: Any, *, backwa
     unquantized = {info.why_unquantized for info in run.links}
     notes += [f"no {r.rule}: {r.reason}" for r in refusals if r.links[0] in step.links and r.reason not in unquantized]
     if "te_jax_gemm" in calls:
-        notes.append(_accumulation(links[0].recipe, ("dgrad", "wgrad") if backward else ("fprop",)))
+        notes.append(_accumulation(links[0].quantizing_recipe, ("dgrad", "wgrad") if backward else ("fprop",)))
     writes_fp8 = not isinstance(value, Array | jax.ShapeDtypeStruct)
     return PlannedStep(
         tuple(info.label for info in links), step.name, calls, writes_fp8, tuple(n for n in dict.fromkeys(notes) if n)
     )
 
 
-def _accumulation(recipe: Recipe | None, gemms: tuple[str, ...]) -> str:
-    assert recipe is not None
+def _accumulation(recipe: Recipe, gemms: tuple[str, ...]) -> str:
     return "accumulation: " + ", ".join(f"{g} {'fast' if recipe.fast_accumulation(g) else 'precise'}" for g in gemms)
 
 
