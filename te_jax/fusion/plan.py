@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from te_jax.fusion.execute import Run, _scales, backward_contexts, forward_contexts
+from te_jax.fusion.execute import Run, _read, _scales, backward_contexts, forward_contexts
 from te_jax.fusion.pattern import Step
 from te_jax.primitives import TARGETS, library, support
 from te_jax.recipe import Recipe
@@ -96,7 +96,7 @@ def make_plan(
 def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[PlannedStep], list[PlannedStep]]:
     """Traces a run step by step; values between steps are ShapeDtypeStructs."""
     params, state, keys, x, extras = (avals[k] for k in ("params", "state", "keys", "x", "extras"))
-    scales = jax.eval_shape(lambda s: _scales(run, s), state)
+    scales = jax.eval_shape(lambda s: _scales(run, _read(run, s)), state)
 
     arrays = (params, keys, extras, scales)
     left: list[tuple[Any, tuple]] = [((), ())] * len(run.links)  # what each link saved, and its extra outputs
