@@ -66,6 +66,7 @@ def quantizers_of(roles: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, str], 
     return tuple((i, role) for i, link_roles in enumerate(roles) for role in link_roles)
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)  # one program where it is called outside of one
 def execute(
     run: Run, params: Params, state: Mapping[str, Array], keys: tuple, x: Array, extras: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
