@@ -6,16 +6,20 @@
 #   PYTHON=python3.12     the interpreter of the environment (default python3)
 #   VENV=.venv            where the environment is
 #   PACKAGES='jax==0.11.2'  further requirements, for example a jax version
+#   JOBS=4               processes that `make test` runs (default 2; 1 where a GPU is seen, which they would share)
 #   ARGS='--recipe current --steps 50'   passed on to train_lm.py or pytest
 
 PYTHON ?= python3
 VENV ?= .venv
 PACKAGES ?=
 ARGS ?=
+JOBS ?= $(if $(wildcard /dev/nvidiactl),1,2)
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 comma := ,
+# By file: what a file compiles or trains is used by its other tests.
+PARALLEL := $(if $(filter 1,$(JOBS)),,-n $(JOBS) --dist loadfile)
 # Where a GPU is seen, jax with CUDA. The CUDA module is then built too, if there is nvcc (CMakeLists.txt).
 EXTRAS := test,examples$(if $(wildcard /dev/nvidiactl),$(comma)cuda)
 NATIVE := $(wildcard CMakeLists.txt cmake/*.cmake csrc/*/*.cc csrc/*/*.h csrc/*/*/*.cc csrc/*/*/*.h csrc/*/*.cu csrc/*/*.cuh)
@@ -29,7 +33,7 @@ train: $(STAMP)
 	$(BIN)/python examples/train_lm.py --compare $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

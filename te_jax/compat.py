@@ -5,8 +5,9 @@ Other files take these names from here, so that a new jax version is one diff in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 from jax.extend.core import Primitive as Primitive
@@ -15,7 +16,7 @@ from jax.interpreters import mlir as mlir
 
 not_mapped = None  # how batching rules mark an operand without a batch dimension
 shard_map = jax.shard_map
-auto_axes = jax.sharding.auto_axes
+auto_axes: Callable[..., Any] = jax.sharding.auto_axes  # typed as a decorator or a function
 reshard = jax.sharding.reshard
 get_abstract_mesh = jax.sharding.get_abstract_mesh
 
@@ -64,9 +65,9 @@ def shaped_array(shape, dtype, operands) -> jax.core.ShapedArray:
     )
 
 
-def in_host_memory(x) -> bool:
-    """Whether ``x`` (an array or an abstract value) lives in host memory."""
-    return _aval(x).memory_space == jax.memory.Space.Host
+def in_host_memory(x: jax.Array) -> bool:
+    """Whether ``x`` lives in host memory."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def checks_varying_axes() -> bool:

@@ -37,7 +37,7 @@ def custom_calls_enabled() -> bool:
 
 def custom_calls(enabled: bool) -> AbstractContextManager:
     """``with custom_calls(False): ...`` runs (and retraces) everything inside with the jnp references."""
-    return _custom_calls(bool(enabled))
+    return _custom_calls(enabled)
 
 
 def describe() -> dict[str, object]:

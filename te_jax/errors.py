@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+T = TypeVar("T")
+
 
 def message(op: str, argument: str, expected: object, got: object) -> str:
     """``te_jax.gemm: rhs: expected contracted dimensions (32,), got (48,)``."""
@@ -27,3 +31,10 @@ def check_type(condition: bool, op: str, argument: str, expected: object, got: o
     """Raises a ``TypeError`` in the format of :func:`message` unless ``condition``."""
     if not condition:
         raise TypeError(message(op, argument, expected, got))
+
+
+def required(value: T | None, op: str, argument: str) -> T:
+    """``value``, which must be there: an optional part of a tensor or of a result that the caller has asked for."""
+    if value is None:
+        raise ValueError(message(op, argument, "a value", None))
+    return value

@@ -206,7 +206,7 @@ class ChainModule(nn.Module, kw_only=True):
             self.is_initializing() or self.has_variable(fp8_state.COLLECTION, name),
             "/".join((*self.path, type(self).__name__)),
             "variables",
-            f"collection {fp8_state.COLLECTION!r} with {name!r}, where {describe(self.recipe)} keeps its state (from init)",
+            f"collection {fp8_state.COLLECTION!r} with {name!r} (from init): the state of {describe(self.recipe)}",
             "none",
         )
         state = self.variable(fp8_state.COLLECTION, name, lambda: self._init_state(run)).value

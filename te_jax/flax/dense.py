@@ -134,7 +134,8 @@ class DenseGeneral(nn.Module):
             params["bias"] = self._param("bias", self.bias_init, features, 0)
         dense = self._dense()
         if self.is_initializing():
-            for name, state in dense.init(jax.random.key(0), flat).get(COLLECTION, {}).items():
+            initial: Any = dense.init(jax.random.key(0), flat)
+            for name, state in initial.get(COLLECTION, {}).items():
                 self.put_variable(COLLECTION, name, state)
         state = self.variables.get(COLLECTION, {})
         y: Any = dense.apply({"params": params, COLLECTION: state}, flat)
@@ -172,7 +173,8 @@ class DenseGeneral(nn.Module):
                 return meta.replace_boxed(value, value.unbox().reshape(shape))
             return jnp.reshape(value, shape)
 
-        return self.param(name, init_flat, shape, self.param_dtype).reshape(flat_shape)
+        value: Any = self.param(name, init_flat, shape, self.param_dtype)  # unboxed
+        return value.reshape(flat_shape)
 
     @nn.nowrap
     def _axes(self, shape: tuple[int, ...]) -> tuple[int, ...]:

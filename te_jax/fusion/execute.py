@@ -17,14 +17,15 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from te_jax import compat
+from te_jax import compat, errors
 from te_jax.fusion.fuser import RunPlan, plan_run
 from te_jax.fusion.pattern import Rule
-from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo
+from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo, Used
 from te_jax.parallel import mesh
 from te_jax.quant import state as fp8_state
 from te_jax.quant.format import is_fp8
-from te_jax.recipe import Recipe
+from te_jax.quant.state import StateView
+from te_jax.recipe import DelayedScaling, Recipe
 
 Params = Mapping[str, Mapping[str, Array]]  # scope -> name -> array
 
@@ -48,10 +49,16 @@ class Run:
         return quantizers_of(tuple(info.op.roles for info in self.links))
 
     @property
+    def stateful_recipe(self) -> DelayedScaling:
+        """The recipe of a run that has FP8 state; raises TypeError for one that keeps none."""
+        if not isinstance(self.recipe, DelayedScaling):
+            raise TypeError(errors.message("fusion.execute", "recipe", "DelayedScaling", type(self.recipe).__name__))
+        return self.recipe
+
+    @property
     def fp8_max(self) -> np.ndarray:
         """f32[Q]: the largest value of each quantizer's format."""
-        assert self.recipe is not None
-        return np.array([self.recipe.format(role).max for _, role in self.quantizers], np.float32)
+        return np.array([self.stateful_recipe.format(role).max for _, role in self.quantizers], np.float32)
 
 
 def quantizers_of(roles: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, str], ...]:
@@ -59,6 +66,7 @@ def quantizers_of(roles: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, str], 
     return tuple((i, role) for i, link_roles in enumerate(roles) for role in link_roles)
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)  # one program where it is called outside of one
 def execute(
     run: Run, params: Params, state: Mapping[str, Array], keys: tuple, x: Array, extras: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
@@ -68,15 +76,18 @@ def execute(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(run: Run, params, state, keys, x, extras):
-    y, contexts = _forward(run, params, state, keys, x, extras, train=False)
+    y, contexts = _forward(run, params, _read(run, state), keys, x, extras, train=False)
     return y, _extra_outputs(contexts)
 
 
 def _run_fwd(run: Run, params, state, keys, x, extras):
-    y, contexts = _forward(run, params, state, keys, x, extras, train=True)
+    view = _read(run, state)
+    y, contexts = _forward(run, params, view, keys, x, extras, train=True)
     kinds = jax.tree.map(_Like.of, (x, extras))
     saved = jax.tree.map(_apart, [ctx.saved for ctx in contexts])
-    residuals = (params, state, keys, kinds, saved, [ctx.used for ctx in contexts])
+    # What was read of the state is kept for the backward pass: it is small, and compiling it twice would take longer
+    # than compiling the rest of the chain.
+    residuals = (params, state, view, keys, kinds, saved, [ctx.used for ctx in contexts])
     return (y, _extra_outputs(contexts)), residuals
 
 
@@ -90,15 +101,14 @@ def _apart(saved: Array) -> Array:
 
 
 def _run_bwd(run: Run, residuals, cotangents):
-    params, state, keys, kinds, saved, used = residuals
+    params, state, view, keys, kinds, saved, used = residuals
     dy, extra_output_grads = cotangents
-    scales = _scales(run, state)
-    contexts = backward_contexts(run, params, keys, saved, extra_output_grads, scales)
+    contexts = backward_contexts(run, params, keys, saved, extra_output_grads, _scales(run, view))
     for step in run.plan.backward:
         dy = step(contexts, dy)
     extra_grads = tuple(g for ctx in contexts for g in ctx.extra_input_grads)
     dx, extra_grads = jax.tree.map(lambda kind, g: kind.match(g), kinds, (dy, extra_grads), is_leaf=_is_kind)
-    state_grad = _new_state(run, state, [{**f, **ctx.used} for f, ctx in zip(used, contexts, strict=True)])
+    state_grad = _new_state(run, state, view, [{**f, **ctx.used} for f, ctx in zip(used, contexts, strict=True)])
     return _param_grads(params, contexts), state_grad, None, dx, extra_grads
 
 
@@ -121,8 +131,8 @@ def backward_contexts(run: Run, params, keys, saved, extra_output_grads, scales)
     return contexts
 
 
-def _forward(run: Run, params, state, keys, x, extras, *, train: bool):
-    contexts = forward_contexts(run, params, keys, extras, _scales(run, state), train=train)
+def _forward(run: Run, params, view: StateView | None, keys, x, extras, *, train: bool):
+    contexts = forward_contexts(run, params, keys, extras, _scales(run, view), train=train)
     for step in run.plan.forward:
         x = step(contexts, x)
     return x, contexts
@@ -174,26 +184,29 @@ def _is_kind(node: Any) -> bool:
     return isinstance(node, _Like)
 
 
-def _scales(run: Run, state) -> list[dict[str, Array]]:
-    """Per link: role -> the scale to quantize with. Empty without state (current scaling)."""
+def _read(run: Run, state: Mapping[str, Array]) -> StateView | None:
+    """The run's FP8 state as this step sees it; None without state (current scaling)."""
+    return fp8_state.read(state, run.fp8_max, run.stateful_recipe) if state else None
+
+
+def _scales(run: Run, view: StateView | None) -> list[dict[str, Array]]:
+    """Per link: role -> the scale to quantize with. Empty without state."""
     scales: list[dict[str, Array]] = [{} for _ in run.links]
-    if state:
-        view = fp8_state.read(state, run.fp8_max, run.recipe)
+    if view is not None:
         for row, (link, role) in enumerate(run.quantizers):
             scales[link][role] = view.scale[row]
     return scales
 
 
-def _new_state(run: Run, state, used: list[dict[str, tuple[Array, Array]]]):
+def _new_state(run: Run, state, view: StateView | None, used: list[Used]):
     """The state's cotangent: its next value; zero in the rows of quantizers that this call didn't use."""
-    if not state:
+    if view is None:
         return state
     rows = [used[link].get(role) for link, role in run.quantizers]
     zero = jnp.zeros((), jnp.float32)
     scale = jnp.stack([zero if row is None else row[0] for row in rows])
     amax = jnp.stack([zero if row is None else row[1] for row in rows])
     is_used = np.array([row is not None for row in rows])
-    view = fp8_state.read(state, run.fp8_max, run.recipe)
     new = fp8_state.write(view, scale, amax, like=state)
     if is_used.all():
         return new

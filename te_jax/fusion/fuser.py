@@ -11,8 +11,8 @@ from te_jax.ops.base import LinkInfo
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardOp:
-    """The unfused forward step of one op."""
+class _SingleOp:
+    """The unfused step of one op."""
 
     link: int
     label: str
@@ -25,13 +25,16 @@ class ForwardOp:
     def name(self) -> str:
         return self.label
 
+
+class ForwardOp(_SingleOp):
+    """The unfused forward step of one op."""
+
     def __call__(self, contexts: list[Any], x: Any) -> Any:
         ctx = contexts[self.link]
         return ctx.info.op.forward(ctx, x)
 
 
-@dataclasses.dataclass(frozen=True)
-class BackwardOp(ForwardOp):
+class BackwardOp(_SingleOp):
     """The unfused backward step of one op."""
 
     def __call__(self, contexts: list[Any], dy: Any) -> Any:

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from te_jax.errors import required
 from te_jax.ops.base import LinkInfo, Op
 
 
@@ -35,7 +36,16 @@ class Window:
     picks: tuple[int | None, ...]
     consumed: tuple[int, ...]  # links that the step runs, ascending
 
-    def info(self, slot_number: int) -> LinkInfo | None:
+    def link(self, slot_number: int) -> int:
+        """The number of the link in a slot that isn't optional."""
+        return required(self.picks[slot_number], "fusion.Window", f"slot {slot_number}")
+
+    def info(self, slot_number: int) -> LinkInfo:
+        """The link in a slot that isn't optional."""
+        return self.links[self.link(slot_number)]
+
+    def optional_info(self, slot_number: int) -> LinkInfo | None:
+        """The link in a slot, or None if it is optional and there is none."""
         pick = self.picks[slot_number]
         return None if pick is None else self.links[pick]
 
@@ -52,7 +62,7 @@ class Step(Protocol):
     @property
     def name(self) -> str: ...
 
-    def __call__(self, contexts: list[Any], value: Any) -> Any: ...
+    def __call__(self, contexts: list[Any], value: Any, /) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)

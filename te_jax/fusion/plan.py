@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from te_jax.fusion.execute import Run, _scales, backward_contexts, forward_contexts
+from te_jax.fusion.execute import Run, _read, _scales, backward_contexts, forward_contexts
 from te_jax.fusion.pattern import Step
 from te_jax.primitives import TARGETS, library, support
 from te_jax.recipe import Recipe
@@ -96,7 +96,7 @@ def make_plan(
 def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[PlannedStep], list[PlannedStep]]:
     """Traces a run step by step; values between steps are ShapeDtypeStructs."""
     params, state, keys, x, extras = (avals[k] for k in ("params", "state", "keys", "x", "extras"))
-    scales = jax.eval_shape(lambda s: _scales(run, s), state)
+    scales = jax.eval_shape(lambda s: _scales(run, _read(run, s)), state)
 
     arrays = (params, keys, extras, scales)
     left: list[tuple[Any, tuple]] = [((), ())] * len(run.links)  # what each link saved, and its extra outputs
@@ -157,15 +157,14 @@ def _planned(run: Run, step: Step, calls: tuple[str, ...], value: Any, *, backwa
     unquantized = {info.why_unquantized for info in run.links}
     notes += [f"no {r.rule}: {r.reason}" for r in refusals if r.links[0] in step.links and r.reason not in unquantized]
     if "te_jax_gemm" in calls:
-        notes.append(_accumulation(links[0].recipe, ("dgrad", "wgrad") if backward else ("fprop",)))
+        notes.append(_accumulation(links[0].quantizing_recipe, ("dgrad", "wgrad") if backward else ("fprop",)))
     writes_fp8 = not isinstance(value, Array | jax.ShapeDtypeStruct)
     return PlannedStep(
         tuple(info.label for info in links), step.name, calls, writes_fp8, tuple(n for n in dict.fromkeys(notes) if n)
     )
 
 
-def _accumulation(recipe: Recipe | None, gemms: tuple[str, ...]) -> str:
-    assert recipe is not None
+def _accumulation(recipe: Recipe, gemms: tuple[str, ...]) -> str:
     return "accumulation: " + ", ".join(f"{g} {'fast' if recipe.fast_accumulation(g) else 'precise'}" for g in gemms)
 
 

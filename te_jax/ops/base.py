@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from te_jax.errors import required
 from te_jax.recipe import Recipe
 
 TensorType = jax.ShapeDtypeStruct  # shape and dtype of a value between ops
 Initializer = Callable[[Array, tuple[int, ...], Any], Array]
+Used = dict[str, tuple[Array, Array]]  # role -> f32[] scale and amax of the operand that was quantized
 
 
 def tokens(x: TensorType | Array) -> int:
@@ -94,6 +96,11 @@ class LinkInfo:
         return f"{self.op}({self.scope or 'params'})"
 
     @property
+    def quantizing_recipe(self) -> Recipe:
+        """The recipe of a quantized linear; raises ValueError where there is none."""
+        return required(self.recipe, self.label, "recipe")
+
+    @property
     def quantized(self) -> bool:
         return bool(self.op.roles) and self.why_unquantized is None
 
@@ -115,7 +122,7 @@ class ForwardContext:
 
     saved: Any = ()
     extra_outputs: tuple[Array, ...] = ()
-    used: dict[str, tuple[Array, Array]] = dataclasses.field(default_factory=dict)  # role -> (scale, amax)
+    used: Used = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -131,7 +138,7 @@ class BackwardContext:
 
     param_grads: dict[str, Array] = dataclasses.field(default_factory=dict)
     extra_input_grads: tuple[Array, ...] = ()
-    used: dict[str, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
+    used: Used = dataclasses.field(default_factory=dict)
 
 
 def sum_over_lead(x: Array, dtype: Any) -> Array:

@@ -17,8 +17,7 @@ from te_jax.quant.block_reference import BLOCK_1X128, BLOCK_128X128, gemm_block,
 from te_jax.recipe import Recipe
 
 
-def _quantize(recipe: Recipe | None, x: Array, role: str, block: tuple[int, int]) -> tuple[Array, Array]:
-    assert recipe is not None
+def _quantize(recipe: Recipe, x: Array, role: str, block: tuple[int, int]) -> tuple[Array, Array]:
     return quantize_block(x, block, format=recipe.format(role), power_of_two=recipe.power_of_two)
 
 
@@ -29,7 +28,7 @@ def _by_tokens(x: Array) -> Array:
 
 def block_forward(ctx: ForwardContext, x: Array) -> Array:
     """y [*lead, N] = Q(x) Q(w), accumulated in fp32."""
-    quantize = functools.partial(_quantize, ctx.info.recipe)
+    quantize = functools.partial(_quantize, ctx.info.quantizing_recipe)
     x_data, x_scale = quantize(x, "x", BLOCK_1X128)
     w_data, w_scale = quantize(ctx.params["kernel"], "kernel", BLOCK_128X128)
     ctx.saved = (quantize(_by_tokens(x), "x", BLOCK_1X128) if ctx.train else None, w_data, w_scale)
@@ -38,7 +37,7 @@ def block_forward(ctx: ForwardContext, x: Array) -> Array:
 
 def block_backward(ctx: BackwardContext, dy: Array) -> Array:
     """dx [*lead, K] = Q(dy) Q(w)^T; dw [K, N] = Q(x)^T Q(dy) goes to ``ctx.param_grads``."""
-    quantize = functools.partial(_quantize, ctx.info.recipe)
+    quantize = functools.partial(_quantize, ctx.info.quantizing_recipe)
     (xt_data, xt_scale), w_data, w_scale = ctx.saved
     dy_data, dy_scale = quantize(dy, "dy", BLOCK_1X128)
     dyt_data, dyt_scale = quantize(_by_tokens(dy), "dy", BLOCK_1X128)

@@ -20,7 +20,7 @@ from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
 from te_jax import primitives
-from te_jax.errors import check_value
+from te_jax.errors import check_value, required
 from te_jax.ops.base import (
     BackwardContext,
     ForwardContext,
@@ -107,8 +107,7 @@ def quantizing(info: LinkInfo, role: str, *, train: bool = True) -> dict[str, An
 
     x is used transposed in wgrad and the kernel as it is in dgrad, so neither is written where no backward follows.
     """
-    recipe = info.recipe
-    assert recipe is not None
+    recipe = info.quantizing_recipe
     return {
         "format": recipe.format(role).name,
         "data": train or role != "kernel",
@@ -121,15 +120,13 @@ def quantizing(info: LinkInfo, role: str, *, train: bool = True) -> dict[str, An
 
 def as_qtensor(ctx: ForwardContext | BackwardContext, role: str, out: primitives.QuantizeOut, dtype: Any) -> QTensor:
     """What a pass wrote for ``role``, with its scale and amax entered in the state's books."""
-    recipe = ctx.info.recipe
-    assert recipe is not None
     if out.amax is not None:
-        ctx.used[role] = (out.scale, out.amax)
+        ctx.used[role] = (required(out.scale, "quantize", "scale"), out.amax)
     return QTensor(
         data=out.data,
         data_t=out.data_t,
         scale_inv=out.scale_inv,
-        format=recipe.format(role).name,
+        format=ctx.info.quantizing_recipe.format(role).name,
         dtype=jnp.dtype(dtype).name,
     )
 
@@ -153,10 +150,14 @@ def forward(ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, 
     """y [*lead, N] = x w (+ bias [N]) (+ c [*lead, N]); x may come quantized from its producer."""
     info, kernel = ctx.info, ctx.params["kernel"]
     if not info.quantized:
-        assert not isinstance(x, QTensor) and bias is None and c is None
+        assert not isinstance(x, QTensor)
+        assert bias is None
+        assert c is None
         return _high_precision_forward(ctx, x)
     if isinstance(info.recipe, BlockScaling):
-        assert not isinstance(x, QTensor) and bias is None and c is None
+        assert not isinstance(x, QTensor)
+        assert bias is None
+        assert c is None
         return block_forward(ctx, x)
     dtype = info.x_type.dtype
     x_q = x if isinstance(x, QTensor) else quantize_operand(ctx, "x", x, train=ctx.train)[0]
@@ -165,11 +166,11 @@ def forward(ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, 
         out_dtype=gemm_dtype(dtype),
         bias=bias is not None,
         beta=0.0 if c is None else 1.0,
-        fast_accumulation=info.recipe.fast_accumulation("fprop"),
+        fast_accumulation=info.quantizing_recipe.fast_accumulation("fprop"),
     )
     y, _ = primitives.gemm(
-        x_q.data,
-        kernel_q.data_t,
+        required(x_q.data, "linear", "x.data"),
+        required(kernel_q.data_t, "linear", "kernel.data_t"),
         spec,
         lhs_scale_inv=x_q.scale_inv,
         rhs_scale_inv=kernel_q.scale_inv,
@@ -192,14 +193,15 @@ def backward(ctx: BackwardContext, dy: Array | QTensor) -> Array:
     dtype = info.x_type.dtype
     x_t, x_scale_inv, kernel_data, kernel_scale_inv = ctx.saved
     dy_q = dy if isinstance(dy, QTensor) else quantize_operand(ctx, "dy", dy)[0]
-    dgrad = GemmSpec(out_dtype=gemm_dtype(dtype), fast_accumulation=info.recipe.fast_accumulation("dgrad"))
-    dx, _ = primitives.gemm(dy_q.data, kernel_data, dgrad, lhs_scale_inv=dy_q.scale_inv, rhs_scale_inv=kernel_scale_inv)
+    dgrad = GemmSpec(out_dtype=gemm_dtype(dtype), fast_accumulation=info.quantizing_recipe.fast_accumulation("dgrad"))
+    dy_data, dy_t = required(dy_q.data, "linear", "dy.data"), required(dy_q.data_t, "linear", "dy.data_t")
+    dx, _ = primitives.gemm(dy_data, kernel_data, dgrad, lhs_scale_inv=dy_q.scale_inv, rhs_scale_inv=kernel_scale_inv)
     wgrad = GemmSpec(
         contract_dims=len(info.x_type.shape) - 1,
         out_dtype=gemm_dtype(kernel.dtype),
-        fast_accumulation=info.recipe.fast_accumulation("wgrad"),
+        fast_accumulation=info.quantizing_recipe.fast_accumulation("wgrad"),
     )
-    dw, _ = primitives.gemm(x_t, dy_q.data_t, wgrad, lhs_scale_inv=x_scale_inv, rhs_scale_inv=dy_q.scale_inv)
+    dw, _ = primitives.gemm(x_t, dy_t, wgrad, lhs_scale_inv=x_scale_inv, rhs_scale_inv=dy_q.scale_inv)
     ctx.param_grads["kernel"] = dw.astype(kernel.dtype)
     return dx.astype(dtype)
 
@@ -207,7 +209,7 @@ def backward(ctx: BackwardContext, dy: Array | QTensor) -> Array:
 def backward_with_bias(ctx: BackwardContext, bias_ctx: BackwardContext, dy: Array) -> Array:
     """As ``backward``; the bias gradient is a by-product of quantizing dy, so dy is read once."""
     dy_q, dbias = quantize_operand(ctx, "dy", dy, dbias=True)
-    bias_ctx.param_grads["bias"] = dbias.astype(bias_ctx.params["bias"].dtype)
+    bias_ctx.param_grads["bias"] = required(dbias, "linear", "dbias").astype(bias_ctx.params["bias"].dtype)
     return backward(ctx, dy_q)
 
 

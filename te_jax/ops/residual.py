@@ -15,8 +15,8 @@ from te_jax.ops.base import BackwardContext, ForwardContext, Op
 class AddExtraInput(Op):
     """y = x + extra, where extra [*lead, C] is the chain's next extra input.
 
-    ``in_place`` (as in TransformerEngine's op of this name) permits a linear before it to add its result to the extra input
-    inside the GEMM: one rounding instead of two. False keeps the sum a step of its own.
+    ``in_place`` (as in TransformerEngine's op of this name) permits a linear before it to add its result to the extra
+    input inside the GEMM: one rounding instead of two. False keeps the sum a step of its own.
     """
 
     in_place: bool = True

@@ -85,7 +85,7 @@ class CustomCall:
             return self.definition.local(call, spec, Reductions(amax=amax_axes), *operands)
         return partitioned(self.definition, self.bind[custom_call], spec)(*operands)
 
-    def _explicit(self, spec, amax_axes, custom_call, regime, *operands):
+    def _explicit(self, spec, amax_axes, custom_call, regime, *operands) -> tuple:
         """``shard_map`` over the explicit axes. Axes that are already manual stay so."""
         rule, axes = self._explicit_axes(spec, regime, operands)
         reductions = rule.reductions(axes)
@@ -106,7 +106,7 @@ class CustomCall:
             check_vma=compat.checks_varying_axes(),
         )(*map(_reshard, operands, in_specs))
 
-    def _all_auto(self, spec, custom_call, regime, *operands):
+    def _all_auto(self, spec, custom_call, regime, *operands) -> tuple:
         """``auto_axes`` for a mesh that is Explicit over some axes and Auto over others."""
         rule, axes = self._explicit_axes(spec, regime, operands)
         out_sharding = tuple(NamedSharding(regime.mesh, spec) for spec in rule.result_specs(axes))

@@ -39,7 +39,8 @@ def gemm(
     Args:
       lhs, rhs: FP8 (not both E5M2) if ``spec.fp8``, otherwise both of one dtype: float32, bfloat16 or float16.
       lhs_scale_inv, rhs_scale_inv: f32[], with FP8 operands only.
-      bias: [*R], bfloat16 with FP8 operands (float16 with a float16 out), otherwise out's dtype; with ``spec.bias`` only.
+      bias: [*R], bfloat16 with FP8 operands (float16 with a float16 out), otherwise out's dtype; with ``spec.bias``
+        only.
       c: [*L, *R] in out's dtype; with ``spec.beta != 0`` only, not with an FP8 out.
       out_scale: f32[]; with an FP8 ``spec.out_dtype`` only.
 

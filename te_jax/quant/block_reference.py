@@ -15,6 +15,8 @@ scales, whereas the scales of 128x128 blocks are just transposed. That is Transf
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -28,6 +30,7 @@ BLOCK_1X128 = (1, BLOCK)
 BLOCK_128X128 = (BLOCK, BLOCK)
 
 
+@functools.partial(jax.jit, static_argnames=("block", "format", "power_of_two"), inline=True)
 def quantize_block(
     x: jax.Array, block: tuple[int, int], *, format: Format | str = E4M3, power_of_two: bool = True
 ) -> tuple[jax.Array, jax.Array]:
@@ -53,6 +56,7 @@ def quantize_block(
     return data, divide(1.0, scale)
 
 
+@functools.partial(jax.jit, static_argnames=("block", "dtype"), inline=True)
 def dequantize_block(
     data: jax.Array, scale_inv: jax.Array, block: tuple[int, int], dtype: jax.typing.DTypeLike = jnp.float32
 ) -> jax.Array:
@@ -62,6 +66,7 @@ def dequantize_block(
     return (data.astype(jnp.float32) * _expand(scale_inv, data.shape, block)).astype(dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("lhs_block", "rhs_block", "out_dtype"), inline=True)
 def gemm_block(
     lhs: jax.Array,
     lhs_scale_inv: jax.Array,

@@ -6,12 +6,15 @@ the one that the CPU derives, and with it every FP8 value. Long division of the 
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 _HIDDEN_BIT = 1 << 23
 
 
+@functools.partial(jax.jit, inline=True)  # one program where it is called outside of one
 def divide(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
     """a / b, rounded to nearest, for positive normal f32 a and b, elementwise.
 

@@ -38,6 +38,7 @@ come from the bits of amax, without a logarithm, so that CPU and GPU agree; divi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -114,6 +115,7 @@ def init(num_quantizers: int, recipe: Recipe) -> dict[str, jax.Array]:
     }
 
 
+@functools.partial(jax.jit, static_argnames="recipe", inline=True)  # one program where it is called outside of one
 def read(leaves: Leaves, fp8_max: jax.typing.ArrayLike, recipe: DelayedScaling) -> StateView:
     """Reads the leaves of Q quantizers whose formats have the largest values `fp8_max` f32[Q]."""
     d = _decode(leaves)
@@ -133,6 +135,7 @@ def read(leaves: Leaves, fp8_max: jax.typing.ArrayLike, recipe: DelayedScaling) 
     return StateView(jnp.where(d.bad, jnp.nan, scale), history, parity, d.bad)
 
 
+@functools.partial(jax.jit, inline=True)
 def write(view: StateView, scale: jax.Array, amax: jax.Array, like: Leaves) -> dict[str, jax.Array]:
     """The cotangent of the leaves `like`: their next value, times W.
 
@@ -149,6 +152,7 @@ def write(view: StateView, scale: jax.Array, amax: jax.Array, like: Leaves) -> d
     return {name: leaf.astype(like[name].dtype) for name, leaf in leaves.items()}
 
 
+@functools.partial(jax.jit, inline=True)
 def _decode(leaves: Leaves) -> _Decoded:
     history, scale, uses = (leaves[name].astype(jnp.float32) for name in ("amax_history", "scale", "uses"))
     rungs, parity = uses[..., :RUNGS], uses[..., PARITY]

@@ -25,7 +25,7 @@ from te_jax.primitives import library
 _TARGET_CONFIG = pathlib.Path(__file__).parent / "h200_target_config.pbtxt"
 
 # What would be measured on a GPU is chosen without one.
-COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+COMPILER_OPTIONS: dict[str, bool | str] = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
 
 
 def why_not() -> str | None:
@@ -59,7 +59,7 @@ def h200(count: int = 1) -> tuple[jax.Device, ...]:
 
 
 def compile_for_h200(
-    function: Callable, args: Any, *, jit: dict[str, Any] | None = None, options: dict[str, Any] | None = None
+    function: Callable, args: Any, *, jit: dict[str, Any] | None = None, options: dict[str, bool | str] | None = None
 ) -> jax.stages.Compiled:
     """Compiles ``function(*args)`` for one H200.
 

@@ -96,6 +96,15 @@ def test_loss_log_resumes_where_the_checkpoint_is(tmp_path):
     assert lm_report.read_losses(path)[-1]["loss"] == 0.5
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT as in a terminal; a job in the background of a shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_first_signal_is_noted_the_second_one_is_not():
     with lm_console.StopOnSignal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)

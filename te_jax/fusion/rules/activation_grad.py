@@ -46,14 +46,12 @@ class ActivationGradQuantize:
 
 
 def _condition(window: Window) -> str | None:
-    info = window.info(0)
-    assert info is not None
-    return why_no_fp8_gemm(info)
+    return why_no_fp8_gemm(window.info(0))
 
 
 ACTIVATION_GRAD_QUANTIZE = Rule(
     name="d-activation+dbias+quantize",
     pattern=(slot(BasicLinear, ahead=True), slot(Bias, optional=True), slot(*ACTIVATIONS)),
     condition=_condition,
-    step=lambda w: ActivationGradQuantize(w.picks[0], w.picks[1], w.picks[2]),  # type: ignore[arg-type]
+    step=lambda w: ActivationGradQuantize(w.link(0), w.picks[1], w.link(2)),
 )

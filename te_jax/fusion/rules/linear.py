@@ -52,8 +52,7 @@ class ForwardLinear:
 
 
 def _forward_condition(window: Window) -> str | None:
-    info, bias, add = window.info(0), window.info(1), window.info(2)
-    assert info is not None
+    info, bias, add = window.info(0), window.optional_info(1), window.optional_info(2)
     if bias is None and add is None:
         return "nothing to fuse"
     if (reason := why_no_fp8_gemm(info)) is not None:
@@ -71,7 +70,7 @@ FORWARD_LINEAR_BIAS_ADD = Rule(
     name="linear+bias+add",
     pattern=(slot(BasicLinear), slot(Bias, optional=True), slot(AddExtraInput, optional=True)),
     condition=_forward_condition,
-    step=lambda w: ForwardLinear(w.picks[0], w.picks[1], w.picks[2]),  # type: ignore[arg-type]
+    step=lambda w: ForwardLinear(w.link(0), w.picks[1], w.picks[2]),
 )
 
 
@@ -93,14 +92,12 @@ class BackwardLinearBias:
 
 
 def _backward_condition(window: Window) -> str | None:
-    info = window.info(0)
-    assert info is not None
-    return why_no_fp8_gemm(info)
+    return why_no_fp8_gemm(window.info(0))
 
 
 BACKWARD_LINEAR_BIAS = Rule(
     name="dbias+quantize",
     pattern=(slot(BasicLinear), slot(Bias)),
     condition=_backward_condition,
-    step=lambda w: BackwardLinearBias(w.picks[0], w.picks[1]),  # type: ignore[arg-type]
+    step=lambda w: BackwardLinearBias(w.link(0), w.link(1)),
 )

@@ -1,4 +1,4 @@
-"""Forward [norm or activation, (BasicLinear)]: the producer writes the linear's FP8 input, nothing in high precision."""
+"""Forward [norm or activation, (BasicLinear)]: the producer writes the linear's input in FP8, and only that."""
 
 from __future__ import annotations
 
@@ -38,14 +38,12 @@ class ProducerQuantize:
 
 
 def _condition(window: Window) -> str | None:
-    info = window.info(1)
-    assert info is not None
-    return why_no_fp8_gemm(info)
+    return why_no_fp8_gemm(window.info(1))
 
 
 PRODUCER_QUANTIZE = Rule(
     name="producer+quantize",
     pattern=(slot(*NORMS, *ACTIVATIONS), slot(BasicLinear, ahead=True)),
     condition=_condition,
-    step=lambda w: ProducerQuantize(w.picks[0], w.picks[1]),  # type: ignore[arg-type]
+    step=lambda w: ProducerQuantize(w.link(0), w.link(1)),
 )
