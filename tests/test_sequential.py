@@ -232,7 +232,7 @@ def test_scan_over_layers_is_the_unrolled_loop(remat):
     layer = nn.remat(Layer) if remat else Layer
     scanned = nn.scan(layer, variable_axes={"params": 0, STATE: 0}, split_rngs={"params": True}, length=3)()
     x, weights = random(0, (16, 32)), random(1, (16, 32))
-    variables = scanned.init(jax.random.key(0), x, None)
+    variables = jax.jit(scanned.init)(jax.random.key(0), x, None)
     assert jax.tree.leaves(variables[STATE])[0].shape[0] == 3
 
     def unrolled(variables, x):
@@ -241,9 +241,9 @@ def test_scan_over_layers_is_the_unrolled_loop(remat):
         return jnp.sum(x * weights)
 
     scan_loss = lambda variables, x: jnp.sum(scanned.apply(variables, x, None)[0] * weights)  # noqa: E731
+    scan_grad, unrolled_grad = (jax.jit(jax.grad(loss, argnums=(0, 1))) for loss in (scan_loss, unrolled))
     for _ in range(2):  # a new state, then one with history
-        got = jax.jit(jax.grad(scan_loss, argnums=(0, 1)))(variables, x)
-        want = jax.jit(jax.grad(unrolled, argnums=(0, 1)))(variables, x)
+        got, want = scan_grad(variables, x), unrolled_grad(variables, x)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert relative_error(a, b) < 1e-3
         variables = {"params": variables["params"], STATE: got[0][STATE]}

@@ -63,7 +63,8 @@ def build(rule, kinds, backward, recipe, lead, features, *, fused):
     return module, x, extras
 
 
-def gradients(module, variables, x, extras):
+def gradients_of(module, variables, x, extras):
+    """The compiled function of (variables, x, extras) that gives the result and all gradients."""
     weights = jax.random.normal(jax.random.key(2), jax.eval_shape(module.apply, variables, x, *extras).shape)
 
     def loss(variables, x, extras):
@@ -73,8 +74,12 @@ def gradients(module, variables, x, extras):
     # XLA may otherwise skip roundings to bfloat16 between steps that it sees through, but not before a custom call.
     options = {"xla_allow_excess_precision": False}
     grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True), compiler_options=options)
-    (_, y), grads = grad(variables, x, extras)
-    return {"y": y, "grads": grads}
+
+    def result(variables, x, extras):
+        (_, y), grads = grad(variables, x, extras)
+        return {"y": y, "grads": grads}
+
+    return result
 
 
 def step_names(module, x, extras):
@@ -95,13 +100,14 @@ def assert_close(got, want, path):
 def test_rule_applies(rule, kinds, backward, case):
     fused, x, extras = build(rule, kinds, backward, *APPLIES[case], fused=True)
     unfused, _, _ = build(rule, kinds, backward, *APPLIES[case], fused=False)
-    variables = unfused.init(jax.random.key(1), x, *extras)
+    variables = jax.jit(unfused.init)(jax.random.key(1), x, *extras)
     # A linear alone has nothing to fuse with, and that is all that this rule has to say about it.
     assert (step_names(fused, x, extras) != step_names(unfused, x, extras)) == (len(kinds) > 1)
     # One step first, so that delayed scaling has scales, the same for both.
-    rest, new_state = variables, gradients(unfused, variables, x, extras)["grads"][0]
-    variables = te.state.merge(te.state.split(rest)[0], te.state.split(new_state)[1])
-    got, want = gradients(fused, variables, x, extras), gradients(unfused, variables, x, extras)
+    run_fused, run_unfused = (gradients_of(module, variables, x, extras) for module in (fused, unfused))
+    new_state = run_unfused(variables, x, extras)["grads"][0]
+    variables = te.state.merge(te.state.split(variables)[0], te.state.split(new_state)[1])
+    got, want = run_fused(variables, x, extras), run_unfused(variables, x, extras)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert_close(a, b, jax.tree_util.keystr(path))
 
