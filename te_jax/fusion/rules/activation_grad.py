@@ -51,9 +51,13 @@ def _condition(window: Window) -> str | None:
     return why_no_fp8_gemm(info)
 
 
+def _step(window: Window) -> ActivationGradQuantize:
+    return ActivationGradQuantize(*window.picks)  # type: ignore[arg-type]
+
+
 ACTIVATION_GRAD_QUANTIZE = Rule(
     name="d-activation+dbias+quantize",
     pattern=(slot(BasicLinear, ahead=True), slot(Bias, optional=True), slot(*ACTIVATIONS)),
     condition=_condition,
-    step=lambda w: ActivationGradQuantize(w.picks[0], w.picks[1], w.picks[2]),  # type: ignore[arg-type]
+    step=_step,
 )

@@ -67,11 +67,15 @@ def _forward_condition(window: Window) -> str | None:
     return None
 
 
+def _forward_step(window: Window) -> ForwardLinear:
+    return ForwardLinear(*window.picks)  # type: ignore[arg-type]
+
+
 FORWARD_LINEAR_BIAS_ADD = Rule(
     name="linear+bias+add",
     pattern=(slot(BasicLinear), slot(Bias, optional=True), slot(AddExtraInput, optional=True)),
     condition=_forward_condition,
-    step=lambda w: ForwardLinear(w.picks[0], w.picks[1], w.picks[2]),  # type: ignore[arg-type]
+    step=_forward_step,
 )
 
 
@@ -98,9 +102,13 @@ def _backward_condition(window: Window) -> str | None:
     return why_no_fp8_gemm(info)
 
 
+def _backward_step(window: Window) -> BackwardLinearBias:
+    return BackwardLinearBias(*window.picks)  # type: ignore[arg-type]
+
+
 BACKWARD_LINEAR_BIAS = Rule(
     name="dbias+quantize",
     pattern=(slot(BasicLinear), slot(Bias)),
     condition=_backward_condition,
-    step=lambda w: BackwardLinearBias(w.picks[0], w.picks[1]),  # type: ignore[arg-type]
+    step=_backward_step,
 )

@@ -43,9 +43,13 @@ def _condition(window: Window) -> str | None:
     return why_no_fp8_gemm(info)
 
 
+def _step(window: Window) -> ProducerQuantize:
+    return ProducerQuantize(*window.picks)  # type: ignore[arg-type]
+
+
 PRODUCER_QUANTIZE = Rule(
     name="producer+quantize",
     pattern=(slot(*NORMS, *ACTIVATIONS), slot(BasicLinear, ahead=True)),
     condition=_condition,
-    step=lambda w: ProducerQuantize(w.picks[0], w.picks[1]),  # type: ignore[arg-type]
+    step=_step,
 )
