@@ -174,9 +174,26 @@ def held_out_loss(model: LanguageModel, state: TrainState, corpus: lm_data.Corpu
     return float(sum(evaluate(tokens) for tokens in batches) / HELD_OUT_BATCHES)
 
 
+def check_sizes(args: argparse.Namespace) -> None:
+    """Raises ValueError for sizes that the model doesn't take."""
+    tokens = jax.ShapeDtypeStruct((args.batch, args.seq), jnp.int32)
+    jax.eval_shape(make_model(args, RECIPES[args.recipe]).init, jax.random.key(0), tokens)
+
+
 def check_out(out: pathlib.Path, args: argparse.Namespace) -> None:
     """A run may only be resumed as what it was; a new one may not run over an old one."""
-    fixed = ("schedule_steps", "seed", "layers", "width", "heads", "kv_heads", "seq", "batch", "learning_rate")
+    fixed = (
+        "recipe",
+        "schedule_steps",
+        "seed",
+        "layers",
+        "width",
+        "heads",
+        "kv_heads",
+        "seq",
+        "batch",
+        "learning_rate",
+    )
     config = {flag: getattr(args, flag) for flag in fixed}
     path = out / "config.json"
     if not path.exists():
@@ -222,12 +239,16 @@ def print_plan(args: argparse.Namespace, recipe: te.Recipe | None) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     out = choose_out(args)
-    check_out(out, args)
+    try:  # before anything is written: a corrected command can use the same folder
+        corpus = lm_data.load(args.data)
+        check_sizes(args)
+        check_out(out, args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"train_lm: {error}")
     runs = {args.recipe if args.recipe != "none" else "bf16": (RECIPES[args.recipe], out)}
     if args.compare:
         runs.setdefault("bf16", (None, out / "bf16"))
 
-    corpus = lm_data.load(args.data)
     entropy = corpus.unigram_entropy()
     results: dict[str, Result] = {}
     with StopOnSignal() as stop:

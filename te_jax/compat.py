@@ -5,12 +5,14 @@ Other files take these names from here, so that a new jax version is one diff in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive as Primitive
+from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 
@@ -24,6 +26,16 @@ get_abstract_mesh = jax.sharding.get_abstract_mesh
 def no_mesh() -> AbstractContextManager:
     """A context without a mesh."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+@contextlib.contextmanager
+def numpy_promotion() -> Generator[None]:
+    """NumPy's promotion rules for te_jax's own arithmetic: jax_numpy_{dtype,rank}_promotion are for the user's.
+
+    Also a decorator.
+    """
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def varying_axes(x) -> frozenset[str]:
@@ -65,9 +77,10 @@ def shaped_array(shape, dtype, operands) -> jax.core.ShapedArray:
     )
 
 
-def in_host_memory(x: jax.Array) -> bool:
-    """Whether ``x`` lives in host memory."""
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
+def in_host_memory(x) -> bool:
+    """Whether ``x`` (an array or an abstract value) lives in host memory."""
+    aval = _aval(x)
+    return isinstance(aval, jax.core.ShapedArray) and aval.memory_space == jax.memory.Space.Host
 
 
 def checks_varying_axes() -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -41,7 +42,7 @@ class _Scope(nn.Module):
     param_dtype: Any
 
     @nn.compact
-    def __call__(self) -> dict[str, Array]:
+    def parameters(self) -> dict[str, Array]:  # not __call__: capture_intermediates would take them for results
         return {s.name: self.param(s.name, s.init, s.shape, self.param_dtype) for s in self.specs}
 
 
@@ -82,6 +83,7 @@ class ChainModule(nn.Module, kw_only=True):
           TypeError: a dtype that isn't supported (float64, integers).
         """
         name = type(self).__name__
+        self._check_attributes()
         for argument, array in (("x", x), *((f"extra input {i}", extra) for i, extra in enumerate(extras))):
             _check_input(name, argument, array)
         segments = _segments(self.chain())
@@ -89,16 +91,20 @@ class ChainModule(nn.Module, kw_only=True):
         check_value(len(extras) == wanted, name, "extra inputs", wanted, len(extras))
         scopes: dict[str, dict[str, Array]] = {}
         outputs: list[Array] = []
+        result = "x"
         for segment in segments:
             if not isinstance(segment, list):
                 x = segment(x)
+                result = f"the result of {_foreign_label(segment)}"
                 continue
+            _check_input(name, result, x)
             params, dtype = self._run_params(segment, x, scopes)
             run = self._make_run(segment, x, dtype)
             count = sum(place.op.num_extra_inputs for place in segment)
             taken, extras = extras[:count], extras[count:]
             keys = tuple(self.make_rng("dropout") if p.op.needs_key(deterministic) else None for p in segment)
             state = self._fp8_state(run, segment[0].index)
+            _check_on_device(name, {"params": params, fp8_state.COLLECTION: state})
             x, extra_outputs = execute(run, params, state, keys, x.astype(dtype), tuple(e.astype(dtype) for e in taken))
             outputs += extra_outputs
         return (x, *outputs) if outputs else x
@@ -112,18 +118,24 @@ class ChainModule(nn.Module, kw_only=True):
           train: whether the call is differentiated.
           platform: "cpu" or "cuda"; chooses only what is printed about custom calls. Default: the default backend.
         """
+        name = type(self).__name__
+        self._check_attributes()
+        check_value(len(shapes_or_arrays) > 0, f"{name}.plan", "x", "an array or a ShapeDtypeStruct", "nothing")
+        for i, given in enumerate(shapes_or_arrays):
+            _check_input(f"{name}.plan", f"extra input {i - 1}" if i else "x", given)
         x, *extras = (TensorType(a.shape, a.dtype) for a in shapes_or_arrays)
+        places = _segments(self.chain())
+        wanted = sum(place.op.num_extra_inputs for s in places if isinstance(s, list) for place in s)
+        check_value(len(extras) == wanted, f"{name}.plan", "extra inputs", wanted, len(extras))
         segments: list[Any] = []
-        for segment in _segments(self.chain()):
+        result = "x"
+        for segment in places:
             if not isinstance(segment, list):
-                label = (
-                    type(segment).__name__
-                    if isinstance(segment, nn.Module)
-                    else getattr(segment, "__name__", "function")
-                )
-                segments.append(Foreign(label))
+                segments.append(Foreign(_foreign_label(segment)))
                 x = _foreign_type(segment, x)
+                result = f"the result of {_foreign_label(segment)}"
                 continue
+            _check_input(f"{name}.plan", result, x)
             types = _types(segment, x)
             params: dict[str, dict[str, TensorType]] = {}
             for place, x_type in zip(segment, types, strict=True):
@@ -147,6 +159,17 @@ class ChainModule(nn.Module, kw_only=True):
         return make_plan(title, segments, train=train, platform=platform)
 
     @nn.nowrap
+    def _check_attributes(self) -> None:
+        name, dtypes = type(self).__name__, ", ".join(jnp.dtype(d).name for d in DTYPES)
+        ok = self.recipe is None or isinstance(self.recipe, Recipe)
+        check_type(ok, name, "recipe", "None or a recipe object, such as DelayedScaling()", repr(self.recipe))
+        check_type(self.dtype is None or _is_dtype(self.dtype), name, "dtype", f"None, {dtypes}", repr(self.dtype))
+        check_type(_is_dtype(self.param_dtype), name, "param_dtype", dtypes, repr(self.param_dtype))
+        for argument, rules in (("forward_rules", self.forward_rules), ("backward_rules", self.backward_rules)):
+            ok = isinstance(rules, Sequence) and all(isinstance(rule, Rule) for rule in rules)
+            check_type(ok, name, argument, "a tuple of fusion rules", repr(rules))
+
+    @nn.nowrap
     def _make_run(self, places: list[_Place], x: Array | TensorType, dtype: Any) -> Run:
         links = []
         for place, x_type in zip(places, _types(places, TensorType(x.shape, dtype)), strict=True):
@@ -164,16 +187,12 @@ class ChainModule(nn.Module, kw_only=True):
         for place, x_type in zip(places, _types(places, TensorType(x.shape, x.dtype)), strict=True):
             for spec in place.op.params(x_type):
                 first = wanted.setdefault(place.scope, {}).setdefault(spec.name, spec)
-                check_value(
-                    first.shape == spec.shape,
-                    str(place.op),
-                    f"{spec.name} shared by several places of the chain",
-                    f"shape {first.shape}",
-                    f"{spec.shape}",
-                )
+                _check_shared(place.scope, spec.name, first.shape, spec.shape)
         for scope, specs in wanted.items():
             if scope not in scopes:
                 scopes[scope] = self._make_params(scope, tuple(specs.values()))
+            for name, spec in specs.items():
+                _check_shared(scope, name, scopes[scope][name].shape, spec.shape)
         params = {scope: scopes[scope] for scope in wanted}
         return params, self._compute_dtype(x, params)
 
@@ -185,7 +204,7 @@ class ChainModule(nn.Module, kw_only=True):
     @nn.nowrap
     def _make_params(self, scope: str, specs: tuple[ParamSpec, ...]) -> dict[str, Array]:
         if scope:
-            return _Scope(specs, self.param_dtype, name=scope)()
+            return _Scope(specs, self.param_dtype, name=scope).parameters()
         return {s.name: self.param(s.name, s.init, s.shape, self.param_dtype) for s in specs}
 
     @nn.nowrap
@@ -202,11 +221,13 @@ class ChainModule(nn.Module, kw_only=True):
         if not shapes:
             return {}
         name = f"fp8_{index}"
+        can_make = self.is_initializing() and self.is_mutable_collection(fp8_state.COLLECTION)
         check_value(
-            self.is_initializing() or self.has_variable(fp8_state.COLLECTION, name),
+            can_make or self.has_variable(fp8_state.COLLECTION, name),
             "/".join((*self.path, type(self).__name__)),
             "variables",
-            f"collection {fp8_state.COLLECTION!r} with {name!r} (from init): the state of {describe(self.recipe)}",
+            f"collection {fp8_state.COLLECTION!r} with {name!r} (from init): the state of {describe(self.recipe)}; "
+            f"nn.scan and nn.vmap need {fp8_state.COLLECTION!r} in their variable_axes",
             "none",
         )
         state = self.variable(fp8_state.COLLECTION, name, lambda: self._init_state(run)).value
@@ -226,32 +247,82 @@ class Sequential(ChainModule):
 
     ops: Sequence[Any] = ()
 
+    def __post_init__(self) -> None:
+        ok = isinstance(self.ops, Iterable) and not isinstance(self.ops, str)
+        check_type(ok, "Sequential", "ops", "a list of ops, Flax modules and functions", repr(self.ops))
+        self.ops = tuple(self.ops)  # hashable, and a generator is read once
+        super().__post_init__()
+
     def chain(self) -> Sequence[Any]:
         return self.ops
 
 
 def _check_input(name: str, argument: str, x: Any) -> None:
-    check_type(hasattr(x, "dtype"), name, argument, "an array", type(x).__name__)
+    check_type(hasattr(x, "dtype") and hasattr(x, "shape"), name, argument, "an array", type(x).__name__)
     dtypes = ", ".join(jnp.dtype(d).name for d in DTYPES)
     check_type(x.dtype in DTYPES, name, argument, f"dtype {dtypes}", x.dtype)
     check_value(x.ndim >= 1, name, argument, "at least one dimension", f"shape {x.shape}")
     check_value(not compat.in_host_memory(x), name, argument, "an array in device memory", "one in host memory")
 
 
+def _check_on_device(name: str, variables: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
+        argument = jax.tree_util.keystr(path, simple=True, separator="/")
+        got = "one in host memory (move it with jax.device_put)"
+        check_value(not compat.in_host_memory(leaf), name, argument, "an array in device memory", got)
+
+
+def _is_dtype(dtype: Any) -> bool:
+    try:
+        return jnp.dtype(dtype) in DTYPES
+    except TypeError:
+        return False
+
+
 def _segments(chain: Sequence[Any]) -> list[Any]:
-    """Maximal runs of basic ops, as lists of places, and the modules and functions between them."""
+    """Maximal runs of basic ops, as lists of places, and the modules and functions between them.
+
+    Raises:
+      TypeError: something that is none of these.
+      ValueError: two ops want the same scope, or one that can't be stored.
+    """
     segments: list[Any] = []
     scopes: dict[int, str] = {}
+    owners: dict[str, tuple[int, Any]] = {}  # scope -> who has it
     for index, item in enumerate(chain):
-        if not isinstance(item, Op):
-            check_type(callable(item), "Sequential", f"ops[{index}]", "an op, a Flax module or a function", repr(item))
+        is_op, scope = isinstance(item, Op), ""
+        ok = is_op or (callable(item) and not isinstance(item, type))
+        check_type(ok, "Sequential", f"ops[{index}]", "an op, a Flax module or a function (an object)", repr(item))
+        if is_op or isinstance(item, nn.Module):
+            scope = scopes.setdefault(id(item), f"ops_{index}" if item.name is None else item.name)
+            _check_scope(index, item, scope)
+            first, owner = owners.setdefault(scope, (index, item))
+            check_value(
+                owner is item,
+                "Sequential",
+                f"ops[{index}] ({type(item).__name__})",
+                "a name of its own (to share parameters, list the same object twice)",
+                f"{scope!r}, which ops[{first}] ({type(owner).__name__}) has",
+            )
+        if not is_op:
             segments.append(item)
             continue
-        scope = scopes.setdefault(id(item), f"ops_{index}" if item.name is None else item.name)
         if not segments or not isinstance(segments[-1], list):
             segments.append([])
         segments[-1] += [_Place(op, index, scope) for op in item.expand()]
     return segments
+
+
+def _check_scope(index: int, item: Any, scope: Any) -> None:
+    """A scope is a name in the checkpoint too, which joins names with "." and "/"; fp8_<i> is the state's."""
+    ok = isinstance(scope, str) and not any(c in scope for c in "./") and re.fullmatch(r"fp8_\d+", scope) is None
+    expected = "None or a string without '.' and '/' that isn't fp8_<number>"
+    check_value(ok, "Sequential", f"name of ops[{index}] ({type(item).__name__})", expected, repr(scope))
+
+
+def _check_shared(scope: str, name: str, first: tuple[int, ...], here: tuple[int, ...]) -> None:
+    got = f"{first}, from its first place in the chain or its initialiser"
+    check_value(first == here, "Sequential", f"{scope}/{name}".lstrip("/"), f"shape {here}", got)
 
 
 def _types(places: list[_Place], x: TensorType) -> list[TensorType]:
@@ -260,7 +331,12 @@ def _types(places: list[_Place], x: TensorType) -> list[TensorType]:
     for place in places:
         types.append(x)
         x = place.op.out_type(x)
+        check_value(len(x.shape) >= 1, str(place.op), "result", "at least one dimension", f"shape {x.shape}")
     return types
+
+
+def _foreign_label(item: Any) -> str:
+    return type(item).__name__ if isinstance(item, nn.Module) else getattr(item, "__name__", "function")
 
 
 def _foreign_type(item: Any, x: TensorType) -> TensorType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping
 from types import TracebackType
@@ -12,7 +13,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from te_jax.checkpoint import document, trees
-from te_jax.errors import check_value, message
+from te_jax.errors import check_type, check_value, message
 from te_jax.quant import state
 from te_jax.recipe import Recipe
 
@@ -55,6 +56,8 @@ class Manager:
     ):
         ok = max_to_keep is None or max_to_keep >= 1
         check_value(ok, "checkpoint.Manager", "max_to_keep", "None or an int >= 1", max_to_keep)
+        ok = recipe is None or isinstance(recipe, Recipe)
+        check_type(ok, "checkpoint.Manager", "recipe", "None or a recipe object", repr(recipe))
         self._directory = _path(directory)
         self._recipe = recipe
         self._options = ocp.CheckpointManagerOptions(
@@ -76,6 +79,8 @@ class Manager:
           TypeError: a leaf is neither an array nor a number.
         """
         op = "checkpoint.save"
+        check_type(isinstance(variables, Mapping), op, "variables", "a dict of collections", type(variables).__name__)
+        step = _checked_step(op, step)
         check_value("params" in variables, op, "variables", "a 'params' collection", sorted(variables))
         check_value(step not in self.all_steps(), op, "step", "a step that is not saved yet", step)
         items = {name: trees.storable(op, name, tree) for name, tree in _items(variables, opt_state, extras).items()}
@@ -118,12 +123,16 @@ class Manager:
 
         wanted = {name: trees.abstract(tree) for name, tree in targets.items()}
         handlers: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in wanted}
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as reader:
-            metadata = reader.metadata(folder).item_metadata
-            for name, tree in wanted.items():
-                trees.check_matches(name, metadata[name].tree, tree)
-            args = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
-            loaded = reader.restore(folder, args=ocp.args.Composite(**args))
+        try:
+            with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as reader:
+                metadata = reader.metadata(folder).item_metadata
+                for name, tree in wanted.items():
+                    trees.check_matches(name, metadata[name].tree, tree)
+                args = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
+                loaded = reader.restore(folder, args=ocp.args.Composite(**args))
+        except Exception as error:  # a damaged file: whatever orbax or tensorstore raises, often without its name
+            error.add_note(f"te_jax.checkpoint.restore: while reading {folder}")
+            raise
         out = {name: trees.restored(loaded[name], tree) for name, tree in targets.items()}
         rest = {"params": out.get("params", variables["params"]), **out.get("collections", {})}
         restored = state.merge(rest, out.get("fp8_state", {}))
@@ -159,7 +168,7 @@ class Manager:
 
     def _step(self, step: int | None) -> int:
         if step is not None:
-            return step
+            return _checked_step("checkpoint.restore", step)
         latest = self.latest_step()
         if latest is None:
             got = f"none in {self._directory}"
@@ -217,6 +226,16 @@ def restore(
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """The newest step with a complete checkpoint, None if there is none."""
     return max(document.steps(_path(directory)), default=None)
+
+
+def _checked_step(op: str, step: Any) -> int:
+    """As an int: orbax would name a folder "True" or "-1", which no restore would find."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    check_value(number >= 0, op, "step", "an int >= 0", repr(step))
+    return number
 
 
 def _path(directory: str | os.PathLike[str]) -> epath.Path:

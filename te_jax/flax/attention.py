@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import ops
 from te_jax.flax.dense import default_bias_init, default_kernel_init
-from te_jax.flax.layers import norm_op
-from te_jax.flax.rotary import apply_rotary
+from te_jax.flax.layers import check_array, norm_op
+from te_jax.flax.rotary import apply_rotary, check_positions
 from te_jax.fusion.plan import FusionPlan
 from te_jax.primitives import library
 from te_jax.recipe import Recipe
@@ -75,6 +75,9 @@ class MultiHeadAttention(nn.Module):
         qkv = self._chain(*self._qkv_ops((heads + 2 * kv_heads) * head_dim), name="qkv")(x)
         qkv = qkv.reshape(*lead, heads + 2 * kv_heads, head_dim)
         query, key, value = jnp.split(qkv, (heads, heads + kv_heads), axis=-2)  # [*lead, H | G | G, D]
+        if positions is not None:
+            positions = jnp.asarray(positions)
+            check_positions("MultiHeadAttention", positions, tuple(lead[:-1]), lead[-1])
         if self.rope:
             positions = jnp.arange(lead[-1]) if positions is None else positions
             query, key = (apply_rotary(t, positions, base=self.rope_base) for t in (query, key))
@@ -122,11 +125,14 @@ class MultiHeadAttention(nn.Module):
     @nn.nowrap
     def _head_shapes(self, x: jax.ShapeDtypeStruct | Array) -> tuple[int, int, int]:
         """Checked (H, G, D)."""
+        check_array("MultiHeadAttention", x)
         if x.ndim not in (2, 3):
             raise ValueError(f"MultiHeadAttention: x: expected [B, T, C] or [T, C], got shape {x.shape}")
         heads = self.num_heads
         kv_heads = heads if self.num_kv_heads is None else self.num_kv_heads
-        if heads <= 0 or kv_heads <= 0 or heads % kv_heads:
+        if not isinstance(heads, int) or heads <= 0:
+            raise ValueError(f"MultiHeadAttention: num_heads: expected a positive int, got {heads!r}")
+        if not isinstance(kv_heads, int) or kv_heads <= 0 or heads % kv_heads:
             raise ValueError(
                 f"MultiHeadAttention: num_kv_heads: expected a divisor of num_heads={heads}, got {self.num_kv_heads}"
             )
@@ -136,6 +142,8 @@ class MultiHeadAttention(nn.Module):
                 f"(or head_dim given), got {heads}"
             )
         head_dim = x.shape[-1] // heads if self.head_dim is None else self.head_dim
+        if not isinstance(head_dim, int) or head_dim <= 0:
+            raise ValueError(f"MultiHeadAttention: head_dim: expected a positive int, got {head_dim!r}")
         if self.rope and head_dim % 2:
             raise ValueError(f"MultiHeadAttention: head_dim: expected an even number with rope=True, got {head_dim}")
         return heads, kv_heads, head_dim

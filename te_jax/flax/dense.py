@@ -14,7 +14,8 @@ from flax.typing import Dtype, Initializer
 from jax import Array
 
 from te_jax import ops
-from te_jax.flax.layers import norm_op
+from te_jax.errors import check_value
+from te_jax.flax.layers import check_array, norm_op
 from te_jax.fusion.plan import FusionPlan
 from te_jax.quant.state import COLLECTION
 from te_jax.recipe import Recipe
@@ -124,7 +125,8 @@ class DenseGeneral(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """x with the contracted axes anywhere -> [*kept, *features]."""
-        features, axis = _as_tuple(self.features), self._axes(x.shape)
+        check_array("DenseGeneral", x)
+        features, axis = self._features(), self._axes(x.shape)
         kept = tuple(i for i in range(x.ndim) if i not in axis)
         sizes = tuple(x.shape[i] for i in axis)
         flat = x.transpose(*kept, *axis).reshape(*(x.shape[i] for i in kept), math.prod(sizes))
@@ -149,9 +151,16 @@ class DenseGeneral(nn.Module):
         return self._dense().plan(flat, **options)
 
     @nn.nowrap
+    def _features(self) -> tuple[int, ...]:
+        sizes = (self.features,) if not isinstance(self.features, Sequence) else tuple(self.features)
+        ok = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
+        check_value(ok, "DenseGeneral", "features", "positive ints", repr(self.features))
+        return sizes
+
+    @nn.nowrap
     def _dense(self) -> Dense:
         """The linear on flattened sizes, unbound: its parameters are views of this module's."""
-        features = math.prod(_as_tuple(self.features))
+        features = math.prod(self._features())
         return Dense(
             features,
             self.use_bias,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from te_jax import ops
+from te_jax.errors import check_type
 
 _NORMS = {"rmsnorm": ops.RMSNorm, "layernorm": ops.LayerNorm}
 _ACTIVATIONS = {"gelu": ops.GELU, "silu": ops.SiLU, "relu": ops.ReLU, "geglu": ops.GEGLU, "swiglu": ops.SwiGLU}
@@ -24,6 +27,11 @@ def activation_op(kind: str, *, caller: str):
 def is_gated(activation: str) -> bool:
     """Whether the activation halves its input: act(x[..., :F]) * x[..., F:]."""
     return activation in _GATED
+
+
+def check_array(caller: str, x: Any) -> None:
+    """Raises TypeError naming ``caller`` unless x has a shape and a dtype."""
+    check_type(hasattr(x, "shape") and hasattr(x, "dtype"), caller, "x", "an array", type(x).__name__)
 
 
 def _check_known(caller: str, argument: str, kind: str, known: dict) -> None:

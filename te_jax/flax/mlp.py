@@ -9,7 +9,7 @@ from jax import Array
 
 from te_jax import ops
 from te_jax.flax.dense import default_bias_init, default_kernel_init
-from te_jax.flax.layers import activation_op, is_gated, norm_op
+from te_jax.flax.layers import activation_op, check_array, is_gated, norm_op
 from te_jax.fusion.plan import FusionPlan
 from te_jax.sequential import ChainModule
 
@@ -65,7 +65,8 @@ class LayerNormMLP(ChainModule, kw_only=False):
         """x [*lead, K] -> [*lead, features], in ``dtype``."""
         if not self.residual:
             return super().__call__(x, deterministic=deterministic)
-        if x.shape[-1] != self.features:
+        check_array("LayerNormMLP", x)
+        if x.shape[-1:] != (self.features,):
             raise ValueError(
                 f"LayerNormMLP: residual=True needs features == x.shape[-1], got features={self.features}, x {x.shape}"
             )

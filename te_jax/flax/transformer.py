@@ -12,6 +12,7 @@ from jax import Array
 
 from te_jax.flax.attention import MultiHeadAttention
 from te_jax.flax.dense import default_bias_init, default_kernel_init
+from te_jax.flax.layers import check_array
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.fusion.plan import FusionPlan
 from te_jax.recipe import Recipe
@@ -67,6 +68,7 @@ class TransformerLayer(nn.Module):
     @nn.compact
     def __call__(self, x: Array, *, positions: Array | None = None, deterministic: bool = True) -> Array:
         """x [B, T, C] or [T, C], positions [B, T] or [T] (default 0..T-1) -> the shape of x, in ``dtype``."""
+        check_array("TransformerLayer", x)
         h = self._attention(name="attn")(x, positions=positions, deterministic=deterministic)
         return self._mlp(x.shape[-1], name="mlp")(h, deterministic=deterministic)
 

@@ -75,11 +75,13 @@ def execute(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compat.numpy_promotion()
 def _run(run: Run, params, state, keys, x, extras):
     y, contexts = _forward(run, params, _read(run, state), keys, x, extras, train=False)
     return y, _extra_outputs(contexts)
 
 
+@compat.numpy_promotion()
 def _run_fwd(run: Run, params, state, keys, x, extras):
     view = _read(run, state)
     y, contexts = _forward(run, params, view, keys, x, extras, train=True)
@@ -100,6 +102,7 @@ def _apart(saved: Array) -> Array:
     return saved if is_fp8(saved.dtype) or saved.ndim < 2 else jax.lax.optimization_barrier(saved)
 
 
+@compat.numpy_promotion()
 def _run_bwd(run: Run, residuals, cotangents):
     params, state, view, keys, kinds, saved, used = residuals
     dy, extra_output_grads = cotangents

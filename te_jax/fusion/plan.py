@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax import Array
 
+from te_jax import compat
 from te_jax.fusion.execute import Run, _read, _scales, backward_contexts, forward_contexts
 from te_jax.fusion.pattern import Step
 from te_jax.primitives import TARGETS, library, support
@@ -74,6 +75,7 @@ class Foreign:
     label: str
 
 
+@compat.numpy_promotion()
 def make_plan(
     title: str, segments: list[tuple[Run, dict] | Foreign], *, train: bool, platform: str | None
 ) -> FusionPlan:

@@ -20,7 +20,7 @@ from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
 from te_jax import primitives
-from te_jax.errors import check_value, required
+from te_jax.errors import check_type, check_value, required
 from te_jax.ops.base import (
     BackwardContext,
     ForwardContext,
@@ -53,15 +53,10 @@ class BasicLinear(Op):
     roles: ClassVar[tuple[str, ...]] = ("x", "kernel", "dy")
 
     def __post_init__(self) -> None:
-        check_value(
-            isinstance(self.features, int) and self.features > 0,
-            "BasicLinear",
-            "features",
-            "a positive int",
-            repr(self.features),
-        )
+        _check_linear("BasicLinear", self.features, self.init)
 
     def params(self, x: TensorType) -> tuple[ParamSpec, ...]:
+        check_value(x.shape[-1] > 0, "Linear", "x", "at least one feature", f"shape {x.shape}")
         return (ParamSpec("kernel", (x.shape[-1], self.features), self.init),)
 
     def out_type(self, x: TensorType) -> TensorType:
@@ -87,9 +82,19 @@ class Linear(Op):
     bias_init: Initializer = dataclasses.field(default=initializers.zeros, kw_only=True)
     out_sharding: PartitionSpec | None = dataclasses.field(default=None, kw_only=True)
 
+    def __post_init__(self) -> None:
+        _check_linear("Linear", self.features, self.kernel_init, self.bias_init)
+
     def expand(self) -> tuple[Op, ...]:
         linear = BasicLinear(self.features, init=self.kernel_init, out_sharding=self.out_sharding, name=self.name)
         return (linear, Bias(self.bias_init, name=self.name)) if self.use_bias else (linear,)
+
+
+def _check_linear(name: str, features: Any, *inits: Any) -> None:
+    ok = isinstance(features, int) and not isinstance(features, bool) and features > 0
+    check_value(ok, name, "features", "a positive int", repr(features))
+    for init in inits:
+        check_type(callable(init), name, "initialiser", "a function of key, shape and dtype", repr(init))
 
 
 def why_unquantized(op: BasicLinear, x: TensorType, recipe: Recipe | None) -> str | None:

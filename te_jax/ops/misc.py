@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from te_jax.errors import check_value
+from te_jax.errors import check_type, check_value
 from te_jax.ops.base import BackwardContext, ForwardContext, Op, TensorType
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +37,9 @@ class ConstantScale(Op):
 
     scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        check_type(_is_number(self.scale), "ConstantScale", "scale", "a Python number", repr(self.scale))
+
     def forward(self, ctx: ForwardContext, x: Array) -> Array:
         return x * jnp.asarray(self.scale, x.dtype)
 
@@ -47,6 +57,7 @@ class Dropout(Op):
     rate: float = 0.0
 
     def __post_init__(self) -> None:
+        check_type(_is_number(self.rate), "Dropout", "rate", "a Python number", repr(self.rate))
         check_value(0.0 <= self.rate < 1.0, "Dropout", "rate", "a number in [0, 1)", repr(self.rate))
 
     def needs_key(self, deterministic: bool) -> bool:
@@ -72,7 +83,9 @@ class Reshape(Op):
     shape: tuple[int, ...] = (-1,)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
+        ok = isinstance(self.shape, Sequence) and all(isinstance(d, numbers.Integral) for d in self.shape)
+        check_type(ok, "Reshape", "shape", "a tuple of ints", repr(self.shape))
+        object.__setattr__(self, "shape", tuple(map(int, self.shape)))
         check_value(
             sum(d == -1 for d in self.shape) <= 1 and all(d >= -1 for d in self.shape),
             "Reshape",

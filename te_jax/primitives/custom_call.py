@@ -35,7 +35,7 @@ from te_jax.parallel.sharding import Reductions
 from te_jax.primitives import library
 from te_jax.primitives.batching import loop_over_examples
 from te_jax.primitives.definition import DEFINITIONS, Definition
-from te_jax.primitives.partitioned import partitioned
+from te_jax.primitives.partitioned import partitioned, refuse_derivative
 from te_jax.primitives.spec import Spec
 
 NATIVE_PLATFORMS = ("cpu", "cuda")
@@ -165,7 +165,8 @@ def _primitive(definition: Definition) -> compat.Primitive:
 
     @primitive.def_impl
     def impl(*operands, spec, custom_call):
-        return compiled(spec, custom_call)(*operands)
+        with jax.disable_jit(False):  # under jax.disable_jit, bind would come back here for ever
+            return compiled(spec, custom_call)(*operands)
 
     @primitive.def_abstract_eval
     def abstract_eval(*avals, spec, custom_call):
@@ -177,6 +178,7 @@ def _primitive(definition: Definition) -> compat.Primitive:
         outs = loop_over_examples(functools.partial(primitive.bind, **params), in_batched, *front)
         return outs, [0] * len(outs)
 
+    @compat.numpy_promotion()
     def reference(*operands, spec, custom_call):
         return definition.reference(spec, *operands)
 
@@ -188,6 +190,7 @@ def _primitive(definition: Definition) -> compat.Primitive:
         rule = jax.ffi.ffi_lowering(definition.target, operand_output_aliases=definition.aliases(spec))
         return rule(ctx, *operands, spec=spec.attributes())
 
+    compat.ad.primitive_jvps[primitive] = refuse_derivative
     compat.batching.primitive_batchers[primitive] = batch
     compat.mlir.register_lowering(primitive, fallback)
     for platform in NATIVE_PLATFORMS:

@@ -77,10 +77,20 @@ def _lower_not_exported(ctx, operand):
     return [operand]
 
 
+def refuse_derivative(primals, tangents, **params):
+    """The derivative of every primitive of te_jax."""
+    del primals, tangents, params
+    raise NotImplementedError(
+        "te_jax: expected first derivatives in reverse mode (jax.grad, jax.vjp) of a chain or module, got a derivative "
+        "of a quantized primitive or a second derivative; recipe=None has second derivatives"
+    )
+
+
 _not_exported = compat.Primitive("te_jax_not_exported")
 _not_exported.def_impl(lambda x: x)
 _not_exported.def_abstract_eval(lambda x: x)
 compat.mlir.register_lowering(_not_exported, _lower_not_exported)
+compat.ad.primitive_jvps[_not_exported] = refuse_derivative
 
 
 def _partition(definition: Definition, spec: Spec, bind: Callable, batched: Batched, mesh, operands, results):

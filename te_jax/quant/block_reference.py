@@ -103,7 +103,8 @@ def gemm_block(
 
     def add_block(out: jax.Array, k: jax.Array) -> tuple[jax.Array, None]:
         part = jnp.einsum("...k,nk->...n", a[..., k, :], b[:, k], precision=jax.lax.Precision.HIGHEST)
-        return out + part * (a_scale[..., k, None] * b_scale[:, k]), None
+        # One scale after the other: the product of two small ones would be subnormal, which is flushed to 0.
+        return out + part * a_scale[..., k, None] * b_scale[:, k], None
 
     out, _ = jax.lax.scan(add_block, out, jnp.arange(blocks))
     return out.astype(out_dtype)

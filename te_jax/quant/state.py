@@ -46,7 +46,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax import errors
+from te_jax import compat, errors
 from te_jax.quant.division import divide
 from te_jax.quant.format import MAX_SCALE
 from te_jax.recipe import DelayedScaling, Recipe
@@ -116,6 +116,7 @@ def init(num_quantizers: int, recipe: Recipe) -> dict[str, jax.Array]:
 
 
 @functools.partial(jax.jit, static_argnames="recipe", inline=True)  # one program where it is called outside of one
+@compat.numpy_promotion()
 def read(leaves: Leaves, fp8_max: jax.typing.ArrayLike, recipe: DelayedScaling) -> StateView:
     """Reads the leaves of Q quantizers whose formats have the largest values `fp8_max` f32[Q]."""
     d = _decode(leaves)
@@ -136,6 +137,7 @@ def read(leaves: Leaves, fp8_max: jax.typing.ArrayLike, recipe: DelayedScaling) 
 
 
 @functools.partial(jax.jit, inline=True)
+@compat.numpy_promotion()
 def write(view: StateView, scale: jax.Array, amax: jax.Array, like: Leaves) -> dict[str, jax.Array]:
     """The cotangent of the leaves `like`: their next value, times W.
 
@@ -262,6 +264,7 @@ def merge(rest: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, COLLECTION: dict(state)} if state else dict(rest)
 
 
+@compat.numpy_promotion()
 def accumulate(a: Any, b: Any) -> Any:
     """Combines the state cotangents of two microbatches or uses of the same step: the exact maximum of their amax.
 
@@ -271,6 +274,7 @@ def accumulate(a: Any, b: Any) -> Any:
     return _map_runs("state.accumulate", _accumulate, a, b)
 
 
+@compat.numpy_promotion()
 def apply(old: Any, cotangent: Any) -> Any:
     """The next state: `cotangent` where a quantizer was used in the step, `old` where it wasn't.
 
@@ -279,6 +283,7 @@ def apply(old: Any, cotangent: Any) -> Any:
     return _map_runs("state.apply", _apply, old, cotangent)
 
 
+@compat.numpy_promotion()
 def check(before: Any, after: Any, *, allow_unused: bool = False) -> None:
     """Raises unless every quantizer's state was updated from `before` to `after`, linearly.
 

@@ -309,3 +309,34 @@ def test_other_format_version(tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 2}))
     with pytest.raises(ValueError, match=r"format version of .*/1: expected 1, got 2"):
         checkpoint.restore(tmp_path, variables, recipe=RECIPE)
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "5", None])
+def test_step_that_no_restore_would_find(tmp_path, step):
+    with pytest.raises(ValueError, match=r"checkpoint.save: step: expected an int >= 0, got"):
+        checkpoint.save(tmp_path, step, {"params": {"w": jnp.ones(2)}}, recipe=None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_step_may_be_a_numpy_or_jax_integer(tmp_path):
+    for step in (np.int64(3), jnp.int32(4)):
+        checkpoint.save(tmp_path, step, {"params": {"w": jnp.ones(2)}}, recipe=None)
+    with checkpoint.Manager(tmp_path, recipe=None) as manager:
+        assert manager.all_steps() == [3, 4]
+
+
+def test_arguments_of_the_wrong_type(tmp_path):
+    with pytest.raises(TypeError, match=r"checkpoint.Manager: recipe: expected None or a recipe object, got 'delayed'"):
+        checkpoint.Manager(tmp_path, recipe="delayed")
+    with pytest.raises(TypeError, match=r"checkpoint.save: variables: expected a dict of collections, got NoneType"):
+        checkpoint.save(tmp_path, 1, None, recipe=None)
+
+
+def test_error_of_a_damaged_file_names_the_checkpoint(tmp_path):
+    variables = {"params": {"w": jnp.ones(2)}}
+    checkpoint.save(tmp_path, 1, variables, recipe=None)
+    file = tmp_path / "1" / "params" / "_METADATA"
+    file.write_text(file.read_text()[:20])
+    with pytest.raises(Exception) as raised:
+        checkpoint.restore(tmp_path, variables, recipe=None)
+    assert f"while reading {tmp_path / '1'}" in "".join(raised.value.__notes__)

@@ -49,9 +49,13 @@ def _condition(window: Window) -> str | None:
     return why_no_fp8_gemm(window.info(0))
 
 
+def _step(window: Window) -> ActivationGradQuantize:
+    return ActivationGradQuantize(window.link(0), window.picks[1], window.link(2))
+
+
 ACTIVATION_GRAD_QUANTIZE = Rule(
     name="d-activation+dbias+quantize",
     pattern=(slot(BasicLinear, ahead=True), slot(Bias, optional=True), slot(*ACTIVATIONS)),
     condition=_condition,
-    step=lambda w: ActivationGradQuantize(w.link(0), w.picks[1], w.link(2)),
+    step=_step,
 )

@@ -66,11 +66,15 @@ def _forward_condition(window: Window) -> str | None:
     return None
 
 
+def _forward_step(window: Window) -> ForwardLinear:
+    return ForwardLinear(window.link(0), window.picks[1], window.picks[2])
+
+
 FORWARD_LINEAR_BIAS_ADD = Rule(
     name="linear+bias+add",
     pattern=(slot(BasicLinear), slot(Bias, optional=True), slot(AddExtraInput, optional=True)),
     condition=_forward_condition,
-    step=lambda w: ForwardLinear(w.link(0), w.picks[1], w.picks[2]),
+    step=_forward_step,
 )
 
 
@@ -95,9 +99,13 @@ def _backward_condition(window: Window) -> str | None:
     return why_no_fp8_gemm(window.info(0))
 
 
+def _backward_step(window: Window) -> BackwardLinearBias:
+    return BackwardLinearBias(window.link(0), window.link(1))
+
+
 BACKWARD_LINEAR_BIAS = Rule(
     name="dbias+quantize",
     pattern=(slot(BasicLinear), slot(Bias)),
     condition=_backward_condition,
-    step=lambda w: BackwardLinearBias(w.link(0), w.link(1)),
+    step=_backward_step,
 )

@@ -41,9 +41,13 @@ def _condition(window: Window) -> str | None:
     return why_no_fp8_gemm(window.info(1))
 
 
+def _step(window: Window) -> ProducerQuantize:
+    return ProducerQuantize(window.link(0), window.link(1))
+
+
 PRODUCER_QUANTIZE = Rule(
     name="producer+quantize",
     pattern=(slot(*NORMS, *ACTIVATIONS), slot(BasicLinear, ahead=True)),
     condition=_condition,
-    step=lambda w: ProducerQuantize(w.link(0), w.link(1)),
+    step=_step,
 )
