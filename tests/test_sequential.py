@@ -291,7 +291,7 @@ def test_errors():
         te.Sequential([ops.AddExtraInput()]).init(jax.random.key(0), x, x[:, :16])
     with pytest.raises(ValueError, match=r"SwiGLU: x: expected an even last dimension"):
         te.Sequential([ops.SwiGLU()]).init(jax.random.key(0), x[:, :31])
-    with pytest.raises(ValueError, match=r"BasicLinear: features: expected a positive int, got 0"):
+    with pytest.raises(ValueError, match=r"Linear: features: expected a positive int, got 0"):
         te.Sequential([ops.Linear(0)]).init(jax.random.key(0), x)
     with pytest.raises(TypeError, match=r"ops\[0\]: expected an op, a Flax module or a function, got 3"):
         te.Sequential([3]).init(jax.random.key(0), x)
