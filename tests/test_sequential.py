@@ -299,7 +299,7 @@ def test_errors():
         te.Sequential([ops.Reshape((7, -1))]).init(jax.random.key(0), x)
     shared = ops.Linear(16)
     with pytest.raises(
-        ValueError, match=r"kernel shared by several places of the chain: expected shape \(32, 16\), got \(16, 16\)"
+        ValueError, match=r"ops_0/kernel: expected shape \(16, 16\), got \(32, 16\), from its first place"
     ):
         te.Sequential([shared, shared]).init(jax.random.key(0), x)
 
