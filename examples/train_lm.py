@@ -39,7 +39,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recipe", choices=RECIPES, default="delayed")
     parser.add_argument("--steps", type=_positive, default=300, help="where to stop")
     parser.add_argument("--schedule-steps", type=_positive, default=300, help="length of the learning-rate schedule")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=_seed, default=0)
     parser.add_argument("--out", type=pathlib.Path, help="default: a new folder in runs/; with --resume its newest one")
     parser.add_argument("--save-every", type=_positive, default=100, help="steps between checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
@@ -174,8 +174,11 @@ def held_out_loss(model: LanguageModel, state: TrainState, corpus: lm_data.Corpu
     return float(sum(evaluate(tokens) for tokens in batches) / HELD_OUT_BATCHES)
 
 
-def check_sizes(args: argparse.Namespace) -> None:
-    """Raises ValueError for sizes that the model doesn't take."""
+def check_sizes(args: argparse.Namespace, corpus: lm_data.Corpus) -> None:
+    """Raises ValueError for sizes that the model doesn't take, or the text."""
+    shortest = min(len(corpus.train), len(corpus.held_out))
+    if args.seq + 1 >= shortest:
+        raise ValueError(f"--seq: expected less than the {shortest} bytes of text, got {args.seq}")
     tokens = jax.ShapeDtypeStruct((args.batch, args.seq), jnp.int32)
     jax.eval_shape(make_model(args, RECIPES[args.recipe]).init, jax.random.key(0), tokens)
 
@@ -241,7 +244,7 @@ def main(argv: list[str] | None = None) -> None:
     out = choose_out(args)
     try:  # before anything is written: a corrected command can use the same folder
         corpus = lm_data.load(args.data)
-        check_sizes(args)
+        check_sizes(args, corpus)
         check_out(out, args)
     except (ValueError, OSError) as error:
         sys.exit(f"train_lm: {error}")
@@ -265,6 +268,13 @@ def main(argv: list[str] | None = None) -> None:
     lm_report.plot(out / "loss.png", curves, entropy)
     lm_report.write_summary(out / "summary.json", results, entropy)
     print(f"plot: {out / 'loss.png'}")
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 2**31 - 1, got {text}")
+    return value
 
 
 def _positive(text: str) -> int:

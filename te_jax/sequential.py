@@ -292,7 +292,7 @@ def _segments(chain: Sequence[Any]) -> list[Any]:
     for index, item in enumerate(chain):
         is_op, scope = isinstance(item, Op), ""
         ok = is_op or (callable(item) and not isinstance(item, type))
-        check_type(ok, "Sequential", f"ops[{index}]", "an op, a Flax module or a function (an object)", repr(item))
+        check_type(ok, "Sequential", f"ops[{index}]", "an op, a Flax module or a function", repr(item))
         if is_op or isinstance(item, nn.Module):
             scope = scopes.setdefault(id(item), f"ops_{index}" if item.name is None else item.name)
             _check_scope(index, item, scope)

@@ -291,7 +291,7 @@ def test_errors():
         te.Sequential([ops.AddExtraInput()]).init(jax.random.key(0), x, x[:, :16])
     with pytest.raises(ValueError, match=r"SwiGLU: x: expected an even last dimension"):
         te.Sequential([ops.SwiGLU()]).init(jax.random.key(0), x[:, :31])
-    with pytest.raises(ValueError, match=r"BasicLinear: features: expected a positive int, got 0"):
+    with pytest.raises(ValueError, match=r"Linear: features: expected a positive int, got 0"):
         te.Sequential([ops.Linear(0)]).init(jax.random.key(0), x)
     with pytest.raises(TypeError, match=r"ops\[0\]: expected an op, a Flax module or a function, got 3"):
         te.Sequential([3]).init(jax.random.key(0), x)
@@ -299,7 +299,7 @@ def test_errors():
         te.Sequential([ops.Reshape((7, -1))]).init(jax.random.key(0), x)
     shared = ops.Linear(16)
     with pytest.raises(
-        ValueError, match=r"kernel shared by several places of the chain: expected shape \(32, 16\), got \(16, 16\)"
+        ValueError, match=r"ops_0/kernel: expected shape \(16, 16\), got \(32, 16\), from its first place"
     ):
         te.Sequential([shared, shared]).init(jax.random.key(0), x)
 
