@@ -18,8 +18,8 @@ JOBS ?= $(if $(wildcard /dev/nvidiactl),1,2)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 comma := ,
-# By file: what a file compiles or trains is used by its other tests.
-PARALLEL := $(if $(filter 1,$(JOBS)),,-n $(JOBS) --dist loadfile)
+# By file: what a file compiles or trains is used by its other tests. A process that dies ends the run.
+PARALLEL := $(if $(filter 1,$(JOBS)),,-n $(JOBS) --dist loadfile --max-worker-restart 0)
 # Where a GPU is seen, jax with CUDA. The CUDA module is then built too, if there is nvcc (CMakeLists.txt).
 EXTRAS := test,examples$(if $(wildcard /dev/nvidiactl),$(comma)cuda)
 NATIVE := $(wildcard CMakeLists.txt cmake/*.cmake csrc/*/*.cc csrc/*/*.h csrc/*/*/*.cc csrc/*/*/*.h csrc/*/*.cu csrc/*/*.cuh)
