@@ -130,9 +130,9 @@ def test_an_op_listed_twice_shares_its_parameters(recipe):
     state = {k: v for k, v in variables.items() if k != "params"}
     got = jax.jit(jax.grad(loss_of(module, weights)))(variables, x)
     want = jax.jit(jax.grad(loss_of(apart, weights)))({**both, **state}, x)
-    assert_trees_identical(
-        got["params"]["ops_0"], jax.tree.map(jnp.add, want["params"]["ops_0"], want["params"]["ops_2"])
-    )
+    for name, first in want["params"]["ops_0"].items():  # on a GPU two programs may choose different GEMM algorithms
+        total = np.float64(first) + np.float64(want["params"]["ops_2"][name])
+        assert relative_error(got["params"]["ops_0"][name], total) < 1e-6
     if recipe is DELAYED:
         assert_trees_identical(got[STATE], want[STATE])
 
