@@ -50,7 +50,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=_positive, help="default: --heads")
     parser.add_argument("--seq", type=_positive, default=128, help="bytes per sequence")
     parser.add_argument("--batch", type=_positive, default=8, help="sequences per step")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="its peak")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="its peak")
     parser.add_argument("--data", help="a folder of .py files to train on; default: the standard library")
     parser.add_argument("--remat", action="store_true", help="recompute each layer in the backward pass")
     return parser.parse_args(argv)
