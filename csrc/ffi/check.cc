@@ -30,17 +30,6 @@ std::string NamesOf(std::initializer_list<DType> dtypes) {
 
 }  // namespace
 
-std::string_view NameOf(DType dtype) {
-  switch (dtype) {
-    case DType::kF32: return "float32";
-    case DType::kBF16: return "bfloat16";
-    case DType::kF16: return "float16";
-    case DType::kE4M3: return "float8_e4m3fn";
-    case DType::kE5M2: return "float8_e5m2";
-  }
-  return "?";
-}
-
 bool ParseDType(std::string_view text, DType* dtype) {
   for (DType each : {DType::kF32, DType::kBF16, DType::kF16, DType::kE4M3, DType::kE5M2}) {
     if (text == NameOf(each)) {

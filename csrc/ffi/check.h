@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "csrc/core/args.h"
+#include "csrc/core/dtype.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace te_jax {
@@ -30,7 +31,6 @@ inline constexpr int64_t kAlignment = 16;
 
 inline constexpr std::initializer_list<DType> kHighPrecision = {DType::kF32, DType::kBF16, DType::kF16};
 
-std::string_view NameOf(DType dtype);  // as in Python: "bfloat16", "float8_e4m3fn", ...
 std::string ToString(const Shape& shape);
 int64_t Product(const Shape& shape, size_t begin, size_t end);
 

@@ -4,21 +4,11 @@
 #include <initializer_list>
 #include <tuple>
 
+#include "csrc/core/dtype.h"
 #include "csrc/core/fp8.h"
 
 namespace te_jax::gemm {
 namespace {
-
-const char* Name(DType dtype) {
-  switch (dtype) {
-    case DType::kF32: return "float32";
-    case DType::kBF16: return "bfloat16";
-    case DType::kF16: return "float16";
-    case DType::kE4M3: return "float8_e4m3fn";
-    case DType::kE5M2: return "float8_e5m2";
-  }
-  return "?";
-}
 
 auto Fields(const GemmDesc& d) {
   return std::make_tuple(d.m, d.n, d.k, d.lhs, d.rhs, d.out, d.c, d.bias_dtype, d.lhs_contract_first,
@@ -33,7 +23,7 @@ int32_t CommonAlignment(std::initializer_list<const void*> pointers) {
 }
 
 std::string Expected(const char* operand, const std::string& expected, DType got) {
-  return std::string(operand) + " dtype: expected " + expected + ", got " + Name(got);
+  return std::string(operand) + " dtype: expected " + expected + ", got " + NameOf(got);
 }
 
 // The table of FP8 types in cuBLASLt's reference, section cublasLtMatmul.
@@ -58,13 +48,13 @@ std::string WhyNotFP8(const GemmDesc& desc) {
 
 std::string WhyNot(const GemmDesc& desc) {
   if (desc.has_amax && !IsFP8(desc.out)) return Expected("out", "an FP8 format where amax is wanted", desc.out);
-  if (desc.accumulates && desc.c != desc.out && !IsFP8(desc.out)) return Expected("c", Name(desc.out), desc.c);
+  if (desc.accumulates && desc.c != desc.out && !IsFP8(desc.out)) return Expected("c", NameOf(desc.out), desc.c);
   if (IsFP8(desc.lhs)) return WhyNotFP8(desc);
-  if (desc.rhs != desc.lhs) return Expected("rhs", Name(desc.lhs), desc.rhs);
+  if (desc.rhs != desc.lhs) return Expected("rhs", NameOf(desc.lhs), desc.rhs);
   if (desc.out != desc.lhs && desc.out != DType::kF32) {
-    return Expected("out", desc.lhs == DType::kF32 ? "float32" : std::string(Name(desc.lhs)) + " or float32", desc.out);
+    return Expected("out", desc.lhs == DType::kF32 ? "float32" : std::string(NameOf(desc.lhs)) + " or float32", desc.out);
   }
-  if (desc.has_bias && desc.bias_dtype != desc.out) return Expected("bias", Name(desc.out), desc.bias_dtype);
+  if (desc.has_bias && desc.bias_dtype != desc.out) return Expected("bias", NameOf(desc.out), desc.bias_dtype);
   return "";
 }
 
@@ -84,9 +74,9 @@ size_t HashOf(const GemmDesc& desc) {
 std::string ToString(const GemmDesc& desc) {
   const auto flag = [](bool set, const char* name) { return set ? std::string(" ") + name : std::string(); };
   return "m=" + std::to_string(desc.m) + " n=" + std::to_string(desc.n) + " k=" + std::to_string(desc.k) +
-         " lhs=" + Name(desc.lhs) + " rhs=" + Name(desc.rhs) + " out=" + Name(desc.out) +
-         (desc.has_bias ? std::string(" bias=") + Name(desc.bias_dtype) : "") +
-         (desc.accumulates ? std::string(" c=") + Name(desc.c) : "") + flag(desc.in_place, "in_place") +
+         " lhs=" + NameOf(desc.lhs) + " rhs=" + NameOf(desc.rhs) + " out=" + NameOf(desc.out) +
+         (desc.has_bias ? std::string(" bias=") + NameOf(desc.bias_dtype) : "") +
+         (desc.accumulates ? std::string(" c=") + NameOf(desc.c) : "") + flag(desc.in_place, "in_place") +
          flag(desc.lhs_contract_first, "lhs_contract_first") + flag(desc.rhs_contract_first, "rhs_contract_first") +
          flag(desc.fast_accumulation, "fast_accumulation") + flag(desc.has_amax, "amax") +
          " alignment=" + std::to_string(desc.alignment);

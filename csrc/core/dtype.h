@@ -1,0 +1,22 @@
+// Names of element types, as numpy and jax spell them.
+#ifndef TE_JAX_CORE_DTYPE_H_
+#define TE_JAX_CORE_DTYPE_H_
+
+#include "csrc/core/args.h"
+
+namespace te_jax {
+
+constexpr const char* NameOf(DType dtype) {
+  switch (dtype) {
+    case DType::kF32: return "float32";
+    case DType::kBF16: return "bfloat16";
+    case DType::kF16: return "float16";
+    case DType::kE4M3: return "float8_e4m3fn";
+    case DType::kE5M2: return "float8_e5m2";
+  }
+  return "?";
+}
+
+}  // namespace te_jax
+
+#endif  // TE_JAX_CORE_DTYPE_H_
