@@ -47,7 +47,7 @@ class FusionPlan:
     title: str
     forward: tuple[PlannedStep, ...]
     backward: tuple[PlannedStep, ...]
-    platform_note: str
+    platform_note: str = dataclasses.field(compare=False)
 
     @property
     def custom_calls(self) -> dict[str, int]:
