@@ -71,7 +71,8 @@ def plot(path: pathlib.Path, curves: dict[str, list[dict]], unigram_entropy: flo
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for name, entries in curves.items():
         steps, losses = [e["step"] for e in entries], [e["loss"] for e in entries]
-        (line,) = axes.plot(steps, _smooth(losses), label=name, linewidth=1.8)
+        style = "--" if name == "bf16" else "-"  # the curves lie on one another
+        (line,) = axes.plot(steps, _smooth(losses), style, label=name, linewidth=1.8)
         axes.plot(steps, losses, color=line.get_color(), alpha=0.25, linewidth=0.8)
     axes.axhline(unigram_entropy, color="grey", linestyle=":", label="byte frequencies alone")
     axes.set(xlabel="step", ylabel="training loss (nats per byte)", title="te_jax: byte-level language model")

@@ -14,9 +14,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import pathlib
 import sys
 from typing import Any
+
+# On a CPU XLA runs the custom calls on its own threads; threads of the BLAS beside them only wait for one another.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import jax.numpy as jnp
@@ -34,26 +38,54 @@ REPORT_EVERY = 10  # steps between losses fetched from the device
 HELD_OUT_BATCHES = 32
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", choices=RECIPES, default="delayed")
+FIXED = ("recipe", "schedule_steps", "seed", "layers", "width", "heads", "kv_heads", "seq", "batch", "learning_rate")
+"""What a run is: kept in its config.json, taken from there by --resume."""
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The text above as it is, and the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--recipe", choices=RECIPES, default="delayed", help="of the FP8 quantization")
     parser.add_argument("--steps", type=_positive, default=300, help="where to stop")
     parser.add_argument("--schedule-steps", type=_positive, default=300, help="length of the learning-rate schedule")
-    parser.add_argument("--seed", type=_seed, default=0)
+    parser.add_argument("--seed", type=_seed, default=0, help="of parameters and batches")
     parser.add_argument("--out", type=pathlib.Path, help="default: a new folder in runs/; with --resume its newest one")
     parser.add_argument("--save-every", type=_positive, default=100, help="steps between checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in --out, as the run was started"
+    )
     parser.add_argument("--compare", action="store_true", help="train in bf16 too, and plot both")
-    parser.add_argument("--layers", type=_positive, default=2)
-    parser.add_argument("--width", type=_positive, default=128)
-    parser.add_argument("--heads", type=_positive, default=4)
+    parser.add_argument("--layers", type=_positive, default=2, help="transformer layers")
+    parser.add_argument("--width", type=_positive, default=128, help="features of the residual stream")
+    parser.add_argument("--heads", type=_positive, default=4, help="attention heads")
     parser.add_argument("--kv-heads", type=_positive, help="default: --heads")
     parser.add_argument("--seq", type=_positive, default=128, help="bytes per sequence")
     parser.add_argument("--batch", type=_positive, default=8, help="sequences per step")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="its peak")
     parser.add_argument("--data", help="a folder of .py files to train on; default: the standard library")
     parser.add_argument("--remat", action="store_true", help="recompute each layer in the backward pass")
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options; with --resume those of the run that goes on, where the command doesn't say them."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    args.out = choose_out(args)
+    config = args.out / "config.json"
+    if args.resume and config.exists():
+        saved = json.loads(config.read_text())
+        parser.set_defaults(**{name: saved[name] for name in FIXED if name in saved}, out=args.out)
+        args = parser.parse_args(argv)
+    elif args.resume:
+        print(f"train_lm: no run in {args.out} to resume: starting one")
+    return args
 
 
 @struct.dataclass
@@ -185,19 +217,7 @@ def check_sizes(args: argparse.Namespace, corpus: lm_data.Corpus) -> None:
 
 def check_out(out: pathlib.Path, args: argparse.Namespace) -> None:
     """A run may only be resumed as what it was; a new one may not run over an old one."""
-    fixed = (
-        "recipe",
-        "schedule_steps",
-        "seed",
-        "layers",
-        "width",
-        "heads",
-        "kv_heads",
-        "seq",
-        "batch",
-        "learning_rate",
-    )
-    config = {flag: getattr(args, flag) for flag in fixed}
+    config = {flag: getattr(args, flag) for flag in FIXED}
     path = out / "config.json"
     if not path.exists():
         out.mkdir(parents=True, exist_ok=True)
@@ -241,7 +261,7 @@ def print_plan(args: argparse.Namespace, recipe: te.Recipe | None) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    out = choose_out(args)
+    out = args.out
     try:  # before anything is written: a corrected command can use the same folder
         corpus = lm_data.load(args.data)
         check_sizes(args, corpus)
@@ -258,12 +278,16 @@ def main(argv: list[str] | None = None) -> None:
         for name, (recipe, folder) in runs.items():
             results[name] = run(args, name, recipe, folder, corpus, stop)
             if stop.received is not None:
-                print(f"stopped by a signal at step {results[name].steps}; go on with --out {out} --resume")
+                options = f"--out {out} --resume --steps {args.steps}" + (" --compare" if args.compare else "")
+                print(f"stopped by a signal at step {results[name].steps}; go on with {options}")
                 sys.exit(128 + stop.received)
 
     print_plan(args, RECIPES[args.recipe])
     for name, result in results.items():
         print_report(name, result, entropy)
+    if len(results) == 2:
+        fp8, bf16 = (result.held_out_loss for result in results.values())
+        print(f"\n{args.recipe} against bf16: {100 * (fp8 / bf16 - 1):+.2f}% held-out loss")
     curves = {name: lm_report.read_losses(folder / "losses.jsonl") for name, (_, folder) in runs.items()}
     lm_report.plot(out / "loss.png", curves, entropy)
     lm_report.write_summary(out / "summary.json", results, entropy)

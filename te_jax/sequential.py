@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import compat
-from te_jax.errors import check_type, check_value
+from te_jax.errors import check_type, check_value, message
 from te_jax.fusion.execute import Run, execute, quantizers_of
 from te_jax.fusion.pattern import Rule
 from te_jax.fusion.plan import Foreign, FusionPlan, describe, make_plan
@@ -307,6 +307,7 @@ def _segments(chain: Sequence[Any]) -> list[Any]:
         if not is_op:
             segments.append(item)
             continue
+        _check_is_data(index, item)
         if not segments or not isinstance(segments[-1], list):
             segments.append([])
         segments[-1] += [_Place(op, index, scope) for op in item.expand()]
@@ -318,6 +319,17 @@ def _check_scope(index: int, item: Any, scope: Any) -> None:
     ok = isinstance(scope, str) and not any(c in scope for c in "./") and re.fullmatch(r"fp8_\d+", scope) is None
     expected = "None or a string without '.' and '/' that isn't fp8_<number>"
     check_value(ok, "Sequential", f"name of ops[{index}] ({type(item).__name__})", expected, repr(scope))
+
+
+def _check_is_data(index: int, op: Op) -> None:
+    """Plans and programs are cached on an op's fields: what is no field would be another op's behaviour."""
+    argument = f"ops[{index}] ({type(op).__name__})"
+    hidden = sorted(set(vars(op)) - {field.name for field in dataclasses.fields(op)})
+    check_type(not hidden, "Sequential", argument, "a @dataclasses.dataclass(frozen=True), all of it in fields", hidden)
+    try:
+        hash(op)
+    except TypeError as error:
+        raise TypeError(message("Sequential", argument, "hashable fields (a tuple instead of a list)", error)) from None
 
 
 def _check_shared(scope: str, name: str, first: tuple[int, ...], here: tuple[int, ...]) -> None:

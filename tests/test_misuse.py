@@ -1,5 +1,6 @@
 """What users do wrong with chains and modules, and unusual settings of jax: a clear error, or the right value."""
 
+import dataclasses
 import pickle
 
 import flax.linen as nn
@@ -270,3 +271,63 @@ def test_sizes_of_flax_modules(make, argument):
 def test_flax_modules_take_arrays(module):
     with pytest.raises(TypeError, match=r"x: expected an array, got list"):
         module.init(jax.random.key(0), [1.0])
+
+
+class Hidden(ops.Op):
+    """No dataclass: its factor is in no field, so two of them would share one cached program."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed(ops.Op):
+    factors: list = dataclasses.field(default_factory=lambda: [2.0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Careless(ops.Op):
+    """Forgets what it is told to."""
+
+    mistake: str = ""
+
+    def params(self, x):
+        return (ops.ParamSpec("scale", (x.shape[-1],), jax.nn.initializers.ones),)
+
+    def forward(self, ctx, x):
+        y = x[..., :16] if self.mistake == "forward shape" else x
+        return y.astype(jnp.float32) if self.mistake == "forward dtype" else y
+
+    def backward(self, ctx, dy):
+        if self.mistake != "no gradient":
+            ctx.param_grads["scale"] = jnp.zeros(dy.shape[-1] - (self.mistake == "gradient shape"))
+        dx = dy[..., :16] if self.mistake == "backward shape" else dy
+        return dx.astype(jnp.float32) if self.mistake == "backward dtype" else dx
+
+
+def test_ops_that_are_not_data():
+    with pytest.raises(TypeError, match=r"ops\[0\] \(Hidden\): expected a @dataclasses.dataclass.*got \['factor'\]"):
+        te.Sequential([Hidden(2.0)]).init(jax.random.key(0), X)
+    with pytest.raises(TypeError, match=r"ops\[0\] \(Listed\): expected hashable fields .*unhashable type: 'list'"):
+        te.Sequential([Listed()]).init(jax.random.key(0), X)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "message"),
+    [
+        ("forward shape", ValueError, r"Careless\(ops_1\): forward: expected a result of shape \(16, 32\)"),
+        ("forward dtype", TypeError, r"Careless\(ops_1\): forward: expected a result of dtype bfloat16, got float32"),
+        ("backward shape", ValueError, r"Careless\(ops_1\): backward: expected a result of shape \(16, 32\)"),
+        ("backward dtype", TypeError, r"Careless\(ops_1\): backward: expected a result of dtype bfloat16, got float32"),
+        ("no gradient", ValueError, r"ctx.param_grads\['scale'\] after backward: expected an array of shape \(32,\)"),
+        ("gradient shape", ValueError, r"ctx.param_grads\['scale'\] after backward: expected .*got \(31,\)"),
+    ],
+)
+def test_ops_that_break_their_promise(mistake, error, message):
+    linear = ops.Linear(32, use_bias=False)
+    module = te.Sequential([linear, Careless(mistake), ops.Linear(32)], recipe=te.CurrentScaling(), dtype=jnp.bfloat16)
+    x = jnp.ones((16, 32), jnp.bfloat16)
+    good = te.Sequential([linear, Careless(), ops.Linear(32)], recipe=te.CurrentScaling(), dtype=jnp.bfloat16)
+    variables = good.init(jax.random.key(0), x)
+    with pytest.raises(error, match=message):
+        jax.grad(lambda v: module.apply(v, x).astype(jnp.float32).sum())(variables)

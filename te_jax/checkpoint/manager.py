@@ -123,6 +123,7 @@ class Manager:
 
         wanted = {name: trees.abstract(tree) for name, tree in targets.items()}
         handlers: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in wanted}
+        handlers[document.DOCUMENT] = ocp.JsonCheckpointHandler()  # orbax warns of items without a handler
         try:
             with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as reader:
                 metadata = reader.metadata(folder).item_metadata

@@ -150,8 +150,12 @@ def _param_grads(params: Params, contexts: list[BackwardContext]) -> dict[str, d
     grads: dict[str, dict[str, Array]] = {scope: {} for scope in params}
     for ctx in contexts:
         scope = grads.get(ctx.info.scope, {})
-        for name, grad in ctx.param_grads.items():
-            scope[name] = scope[name] + grad if name in scope else grad
+        for spec in ctx.info.op.params(ctx.info.x_type):
+            argument, expected = f"ctx.param_grads[{spec.name!r}] after backward", f"an array of shape {spec.shape}"
+            errors.check_value(spec.name in ctx.param_grads, ctx.info.label, argument, expected, "none")
+            grad = ctx.param_grads[spec.name]
+            errors.check_value(grad.shape == spec.shape, ctx.info.label, argument, expected, grad.shape)
+            scope[spec.name] = scope[spec.name] + grad if spec.name in scope else grad
     return {
         scope: {name: _Like.of(param).match(grads[scope][name]) for name, param in names.items()}
         for scope, names in params.items()

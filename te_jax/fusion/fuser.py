@@ -6,8 +6,9 @@ import dataclasses
 import functools
 from typing import Any
 
+from te_jax.errors import check_type, check_value
 from te_jax.fusion.pattern import Rule, Step, windows
-from te_jax.ops.base import LinkInfo
+from te_jax.ops.base import LinkInfo, TensorType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class ForwardOp(_SingleOp):
 
     def __call__(self, contexts: list[Any], x: Any) -> Any:
         ctx = contexts[self.link]
-        return ctx.info.op.forward(ctx, x)
+        return _checked(ctx.info, "forward", ctx.info.op.forward(ctx, x), ctx.info.y_type)
 
 
 class BackwardOp(_SingleOp):
@@ -39,7 +40,15 @@ class BackwardOp(_SingleOp):
 
     def __call__(self, contexts: list[Any], dy: Any) -> Any:
         ctx = contexts[self.link]
-        return ctx.info.op.backward(ctx, dy)
+        return _checked(ctx.info, "backward", ctx.info.op.backward(ctx, dy), ctx.info.x_type)
+
+
+def _checked(info: LinkInfo, method: str, result: Any, wanted: TensorType) -> Any:
+    """``result``, if it is what the op promised: the ops around it, and XLA, rely on it."""
+    shape, dtype = getattr(result, "shape", None), getattr(result, "dtype", None)
+    check_value(shape == wanted.shape, info.label, method, f"a result of shape {wanted.shape}", shape)
+    check_type(dtype == wanted.dtype, info.label, method, f"a result of dtype {wanted.dtype}", dtype)
+    return result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,8 @@ def run(name):
         exec(compile("\n" * line + text, str(ROOT / name), "exec"), namespace)
 
 
-def test_readme(capsys):
+def test_readme(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it saves a checkpoint
     run("README.md")
     printed = capsys.readouterr().out.splitlines()[:-1]  # without the line on this machine's library
     (shown,) = [text for language, _, text in blocks("README.md") if not language and text.startswith("Sequential")]
