@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import math
 import pathlib
-import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -88,30 +86,3 @@ def _smooth(values: list[float], decay: float = 0.9) -> np.ndarray:
         mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
         out.append(mean / weight)
     return np.asarray(out)
-
-
-def custom_calls(stablehlo: str, prefix: str = "te_jax") -> dict[str, int]:
-    """How often each custom-call target with ``prefix`` is called by @main of a StableHLO module's text.
-
-    Calls of private functions are followed; the body of a loop counts once, as in the program's text.
-    """
-    called: dict[str, collections.Counter] = {}
-    targets: dict[str, collections.Counter] = {}
-    function = ""
-    for line in stablehlo.splitlines():
-        if match := re.search(r'func\.func (?:public |private )?@("[^"]*"|[\w.$-]+)', line):
-            function = match[1]
-            called[function], targets[function] = collections.Counter(), collections.Counter()
-        elif match := re.search(r'\bcall @("[^"]*"|[\w.$-]+)\(', line):
-            called[function][match[1]] += 1
-        elif (match := re.search(r"stablehlo\.custom_call @(\w+)\(", line)) and match[1].startswith(prefix):
-            targets[function][match[1]] += 1
-
-    def total(name: str) -> collections.Counter:
-        counts = collections.Counter(targets[name])
-        for callee, times in called[name].items():
-            for target, count in total(callee).items():
-                counts[target] += times * count
-        return counts
-
-    return dict(sorted(total("main").items()))

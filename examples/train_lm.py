@@ -32,6 +32,7 @@ from lm_console import Console, StopOnSignal
 from lm_model import LanguageModel, layer_config
 
 import te_jax as te
+from te_jax.testing import hlo
 
 RECIPES = {"delayed": te.DelayedScaling(), "current": te.CurrentScaling(), "block": te.BlockScaling(), "none": None}
 REPORT_EVERY = 10  # steps between losses fetched from the device
@@ -197,7 +198,8 @@ def run(args: argparse.Namespace, name: str, recipe: te.Recipe | None, out: path
     checkpoints.close()
 
     held_out = None if stopping else held_out_loss(model, state, corpus, args)
-    return Result(step, held_out, lm_report.custom_calls(lowered.as_text()), out / "checkpoints" / str(step))
+    calls = dict(sorted(hlo.count_custom_calls(lowered.as_text()).items()))
+    return Result(step, held_out, calls, out / "checkpoints" / str(step))
 
 
 def held_out_loss(model: LanguageModel, state: TrainState, corpus: lm_data.Corpus, args: argparse.Namespace) -> float:

@@ -52,14 +52,6 @@ def pvary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def shape_struct(shape, dtype, varying: Iterable[str] = ()) -> jax.ShapeDtypeStruct:
-    """A ``ShapeDtypeStruct`` whose type varies over the manual mesh axes ``varying``."""
-    varying = frozenset(varying)
-    if not varying:
-        return jax.ShapeDtypeStruct(shape, dtype)
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
-
-
 def shaped_array(shape, dtype, operands) -> jax.core.ShapedArray:
     """The abstract value of a result of ``operands`` (abstract values): it varies over every axis that any does.
 

@@ -14,7 +14,7 @@ from jax import Array
 
 from te_jax import compat
 from te_jax.errors import check_type, check_value, message
-from te_jax.fusion.execute import Run, execute, quantizers_of
+from te_jax.fusion.execute import Run, execute
 from te_jax.fusion.pattern import Rule
 from te_jax.fusion.plan import Foreign, FusionPlan, describe, make_plan
 from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
@@ -209,10 +209,9 @@ class ChainModule(nn.Module, kw_only=True):
 
     @nn.nowrap
     def _init_state(self, run: Run) -> dict[str, Array]:
-        quantizers = quantizers_of(tuple(info.op.roles for info in run.links))
-        if self.recipe is None or not self.recipe.stateful or not quantizers:
+        if self.recipe is None or not self.recipe.stateful or not run.quantizers:
             return {}
-        return fp8_state.init(len(quantizers), self.recipe)
+        return fp8_state.init(len(run.quantizers), self.recipe)
 
     @nn.nowrap
     def _fp8_state(self, run: Run, index: int) -> dict[str, Array]:

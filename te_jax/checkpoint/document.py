@@ -28,7 +28,6 @@ from te_jax.recipe import Recipe, recipe_from_json
 
 FORMAT_VERSION = 1
 DOCUMENT = "te_jax"
-ARRAY_ITEMS = ("params", "collections", "fp8_state", "opt_state", "extras")
 
 # Neither changes a number or a shape: a checkpoint may be restored onto another mesh or with another strictness.
 _NOT_COMPARED = ("amax_axes", "strict")

@@ -46,7 +46,7 @@ class Run:
     @property
     def quantizers(self) -> tuple[tuple[int, str], ...]:
         """(link, role) of every row of the run's FP8 state. Unquantized linears have theirs, unused."""
-        return quantizers_of(tuple(info.op.roles for info in self.links))
+        return tuple((i, role) for i, info in enumerate(self.links) for role in info.op.roles)
 
     @property
     def stateful_recipe(self) -> DelayedScaling:
@@ -59,11 +59,6 @@ class Run:
     def fp8_max(self) -> np.ndarray:
         """f32[Q]: the largest value of each quantizer's format."""
         return np.array([self.stateful_recipe.format(role).max for _, role in self.quantizers], np.float32)
-
-
-def quantizers_of(roles: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, str], ...]:
-    """(link, role) of every quantizer, from the roles of each link."""
-    return tuple((i, role) for i, link_roles in enumerate(roles) for role in link_roles)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)  # one program where it is called outside of one

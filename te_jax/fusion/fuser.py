@@ -106,6 +106,6 @@ def _first_match(
             reason = rule.condition(window)
             if reason is None:
                 return rule.step(window)
-            if len(rule.pattern) > 1 and sum(p is not None for p in window.picks) > 1:
+            if sum(p is not None for p in window.picks) > 1:
                 refusals.append(Refusal(rule.name, window.consumed, reason))
     return None

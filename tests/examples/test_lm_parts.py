@@ -14,6 +14,8 @@ import lm_console
 import lm_data
 import lm_report
 
+from te_jax.testing import hlo
+
 
 @pytest.fixture
 def corpus():
@@ -79,7 +81,7 @@ def test_custom_calls_follows_private_functions():
         %0 = stablehlo.custom_call @te_jax_norm(%arg0) : (tensor<2xf32>) -> tensor<2xf32>
       }
     }"""
-    assert lm_report.custom_calls(text) == {"te_jax_gemm": 3, "te_jax_quantize": 2}
+    assert hlo.count_custom_calls(text) == {"te_jax_gemm": 3, "te_jax_quantize": 2}
 
 
 def test_loss_log_resumes_where_the_checkpoint_is(tmp_path):
