@@ -3,6 +3,7 @@
 | variable | values | meaning |
 |---|---|---|
 | ``TE_JAX_DISABLE_CUSTOM_CALLS`` | ``0`` (default) or ``1`` | run the jnp references instead of the custom calls |
+| ``TE_JAX_COMMAND_BUFFERS`` | ``1`` (default), ``0`` | XLA may capture custom calls in command buffers (CUDA graphs) |
 
 An option that changes what is traced is kept in a JAX user context: ``jax.jit`` keys its caches on it, so that
 changing it with :func:`custom_calls` retraces, instead of silently running the program traced before.
@@ -19,9 +20,9 @@ _FALSE = ("", "0", "false", "off", "no")
 _TRUE = ("1", "true", "on", "yes")
 
 
-def _flag(name: str) -> bool:
+def _flag(name: str, default: bool = False) -> bool:
     """Reads a boolean environment variable. Raises ValueError for anything that is not plainly true or false."""
-    value = os.environ.get(name, "").strip().lower()
+    value = os.environ.get(name, str(int(default))).strip().lower()
     if value not in _FALSE + _TRUE:
         raise ValueError(f"te_jax: environment variable {name}: expected 0 or 1, got {value!r}")
     return value in _TRUE
@@ -40,6 +41,14 @@ def custom_calls(enabled: bool) -> AbstractContextManager:
     return _custom_calls(enabled)
 
 
+def command_buffers_enabled() -> bool:
+    """Whether the CUDA custom calls are registered as ones that XLA may capture in command buffers."""
+    return _flag("TE_JAX_COMMAND_BUFFERS", default=True)
+
+
 def describe() -> dict[str, object]:
     """The options and their current values, for ``python -m te_jax.doctor``."""
-    return {"TE_JAX_DISABLE_CUSTOM_CALLS": not custom_calls_enabled()}
+    return {
+        "TE_JAX_DISABLE_CUSTOM_CALLS": not custom_calls_enabled(),
+        "TE_JAX_COMMAND_BUFFERS": command_buffers_enabled(),
+    }

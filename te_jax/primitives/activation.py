@@ -118,6 +118,7 @@ _ACTIVATION = CustomCall(
         why_not=lambda spec, x, scale: quantizing.why_not(spec, _y_shape(spec, x)),
         rule=_activation_rule,
         local=quantizing.local,
+        workspace=lambda spec, x, scale: quantizing.workspace_bytes(spec, _y_shape(spec, x)),
     )
 )
 
@@ -167,5 +168,6 @@ _ACTIVATION_GRAD = CustomCall(
         why_not=lambda spec, dy, x, scale: quantizing.why_not(spec, dy.shape),
         rule=_activation_grad_rule,
         local=quantizing.local,
+        workspace=lambda spec, dy, x, scale: quantizing.workspace_bytes(spec, x.shape),
     )
 )

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.ffi
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_jax import compat, config, errors
@@ -187,8 +188,11 @@ def _primitive(definition: Definition) -> compat.Primitive:
     def lower(platform, ctx, *operands, spec, custom_call):
         if not custom_call or definition.why_not(spec, *ctx.avals_in) or not native(platform):
             return fallback(ctx, *operands, spec=spec, custom_call=custom_call)
-        rule = jax.ffi.ffi_lowering(definition.target, operand_output_aliases=definition.aliases(spec))
-        return rule(ctx, *operands, spec=spec.attributes())
+        extra = _workspace(definition, spec, ctx.avals_in) if platform == "cuda" else ()
+        aliases = {operand: result + len(extra) for operand, result in definition.aliases(spec).items()}
+        rule = jax.ffi.ffi_lowering(definition.target, operand_output_aliases=aliases)
+        results = rule(ctx.replace(avals_out=[*extra, *ctx.avals_out]), *operands, spec=spec.attributes())
+        return results[len(extra) :]
 
     compat.ad.primitive_jvps[primitive] = refuse_derivative
     compat.batching.primitive_batchers[primitive] = batch
@@ -196,6 +200,17 @@ def _primitive(definition: Definition) -> compat.Primitive:
     for platform in NATIVE_PLATFORMS:
         compat.mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
     return primitive
+
+
+def _workspace(definition: Definition, spec: Spec, avals: Sequence) -> tuple[jax.core.ShapedArray, ...]:
+    """The result in front of the others that a CUDA handler works in, if it needs one.
+
+    A result, and not memory that the handler allocates: that is gone when the handler returns, so that a command buffer
+    (a CUDA graph), which runs again what the handler queued, would write to memory that belongs to others.
+    """
+    if definition.workspace is None:
+        return ()
+    return (jax.core.ShapedArray((definition.workspace(spec, *avals),), np.dtype(np.uint8)),)
 
 
 def native(platform: str) -> bool:

@@ -25,6 +25,8 @@ class Definition:
       rule: (spec, *avals) -> how dimensions are tied together.
       local: (call, spec, reductions, *arrays) -> results of one shard; ``call(spec, *arrays)`` runs the primitive.
       aliases: spec -> {operand index: result index} that share a buffer.
+      workspace: (spec, *avals) -> bytes of device memory that the CUDA handler works in, an uint8[bytes] that is the
+        custom call's first result there and is dropped; None: it needs none. CPU handlers allocate what they need.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Definition:
     rule: Callable[..., ShardingRule]
     local: Callable[..., tuple]
     aliases: Callable[[Any], dict[int, int]] = lambda spec: {}
+    workspace: Callable[..., int] | None = None
 
     @property
     def target(self) -> str:

@@ -19,6 +19,9 @@ from te_jax.primitives.spec import GemmSpec
 from te_jax.quant import reference
 from te_jax.quant.format import E5M2, format_of, is_fp8
 
+# What cuBLAS recommends for Hopper; csrc/gemm/gemm.h has the same. Calls that follow each other share it.
+WORKSPACE_BYTES = 32 << 20
+
 
 def gemm(
     lhs: jax.Array,
@@ -234,5 +237,6 @@ _GEMM = CustomCall(
         rule=_rule,
         local=_local,
         aliases=lambda spec: {_operands(spec).index("c"): 0} if spec.in_place else {},
+        workspace=lambda spec, *avals: WORKSPACE_BYTES,
     )
 )

@@ -20,6 +20,8 @@ from typing import Any
 
 import jax
 
+from te_jax import config
+
 # The platform names of jax's lowering -> (extension module, platform name of the FFI registry).
 _MODULES = {
     "cpu": ("te_jax._native._te_jax_cpu", "cpu"),
@@ -177,6 +179,7 @@ def _register(platform: str) -> None:
         module = _load(platform)[1]
         if platform in _registered or module is None:
             return
-        for name, handler in module.registrations().items():
+        options = {"command_buffers": config.command_buffers_enabled()} if platform == "cuda" else {}
+        for name, handler in module.registrations(**options).items():
             jax.ffi.register_ffi_target(name, handler, platform=_MODULES[platform][1])
         _registered.add(platform)

@@ -107,5 +107,6 @@ _NORM = CustomCall(
         why_not=lambda spec, x, *rest: quantizing.why_not(spec, x.shape),
         rule=_rule,
         local=quantizing.local,
+        workspace=lambda spec, x, *rest: quantizing.workspace_bytes(spec, x.shape, norm=True),
     )
 )

@@ -65,6 +65,7 @@ _QUANTIZE = CustomCall(
         why_not=lambda spec, x, scale: quantizing.why_not(spec, x.shape),
         rule=_quantize_rule,
         local=quantizing.local,
+        workspace=lambda spec, x, scale: quantizing.workspace_bytes(spec, x.shape),
     )
 )
 

@@ -6,6 +6,7 @@ See ``QuantizingSpec`` for the results and their order. A primitive adds its own
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -87,6 +88,16 @@ def factors(spec: QuantizingSpec, lead: Factors, cols: str) -> tuple[Factors, ..
     known = {"hp": (*lead, cols), "data": (*lead, cols), "data_t": (cols, *lead)}
     known |= {"scale": (), "scale_inv": (), "amax": (), "dbias": (cols,)}
     return tuple(known[name] for name in names(spec))
+
+
+def workspace_bytes(spec: QuantizingSpec, y_shape: tuple[int, ...], *, norm: bool = False) -> int:
+    """Bytes of device memory that the pass over y works in on CUDA: ``PassWorkspace`` in csrc/kernels/workspace.h.
+
+    fp32 and its bit patterns: the partial maxima of amax, dbias of each row of tiles, mean and rstd of each row.
+    """
+    rows, cols = math.prod(y_shape[:-1]), y_shape[-1]
+    words = 512 + (-(-rows // 128) * cols if spec.dbias else 0) + (2 * rows if norm else 0)
+    return 4 * words
 
 
 def lead_factors(ndim: int) -> Factors:

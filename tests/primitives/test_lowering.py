@@ -1,5 +1,7 @@
 """Programs lowered for CUDA on a machine without it: targets, attributes, operand order, aliases."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,8 +43,8 @@ CASES = {
     "quantize": (
         lambda x, s: primitives.quantize(x, s, QuantizeSpec(format="e4m3", data_t=True, amax=True)),
         (shape(2, 16, 32), SCALAR),
-        "(tensor<2x16x32xbf16>, tensor<f32>) -> (tensor<2x16x32xf8E4M3FN>, tensor<32x2x16xf8E4M3FN>, "
-        "tensor<f32>, tensor<f32>, tensor<f32>)",
+        "(tensor<2x16x32xbf16>, tensor<f32>) -> (tensor<2048xui8>, tensor<2x16x32xf8E4M3FN>, "
+        "tensor<32x2x16xf8E4M3FN>, tensor<f32>, tensor<f32>, tensor<f32>)",
     ),
     "dequantize": (
         lambda x, s: primitives.dequantize(x, s, DequantizeSpec()),
@@ -53,18 +55,19 @@ CASES = {
         lambda x, g, b, s: primitives.norm(x, g, b, s, NormSpec(format="e4m3", kind="layernorm", stats=True)),
         (shape(16, 32), shape(32, dtype=F32), shape(32, dtype=F32), SCALAR),
         "(tensor<16x32xbf16>, tensor<32xf32>, tensor<32xf32>, tensor<f32>) -> "
-        "(tensor<16x32xf8E4M3FN>, tensor<f32>, tensor<f32>, tensor<16xf32>, tensor<16xf32>)",
+        "(tensor<2176xui8>, tensor<16x32xf8E4M3FN>, tensor<f32>, tensor<f32>, tensor<16xf32>, tensor<16xf32>)",
     ),
     "activation": (
         lambda x, s: primitives.activation(x, s, ActivationSpec(format="e4m3", kind="swiglu", hp=True)),
         (shape(16, 64), SCALAR),
-        "(tensor<16x64xbf16>, tensor<f32>) -> (tensor<16x32xbf16>, tensor<16x32xf8E4M3FN>, tensor<f32>, tensor<f32>)",
+        "(tensor<16x64xbf16>, tensor<f32>) -> "
+        "(tensor<2048xui8>, tensor<16x32xbf16>, tensor<16x32xf8E4M3FN>, tensor<f32>, tensor<f32>)",
     ),
     "activation_grad": (
         lambda dy, x, s: primitives.activation_grad(dy, x, s, GEGLU_GRAD),
         (shape(16, 32), shape(16, 64), SCALAR),
         "(tensor<16x32xbf16>, tensor<16x64xbf16>, tensor<f32>) -> "
-        "(tensor<16x64xf8E5M2>, tensor<f32>, tensor<f32>, tensor<64xf32>)",
+        "(tensor<2304xui8>, tensor<16x64xf8E5M2>, tensor<f32>, tensor<f32>, tensor<64xf32>)",
     ),
     "gemm": (
         lambda a, b, s, t, bias, c: primitives.gemm(
@@ -72,7 +75,7 @@ CASES = {
         ),
         (shape(2, 16, 32, dtype=E4M3), shape(48, 32, dtype=E4M3), SCALAR, SCALAR, shape(48), shape(2, 16, 48)),
         "(tensor<2x16x32xf8E4M3FN>, tensor<48x32xf8E4M3FN>, tensor<f32>, tensor<f32>, tensor<48xbf16>, "
-        "tensor<2x16x48xbf16>) -> tensor<2x16x48xbf16>",
+        "tensor<2x16x48xbf16>) -> (tensor<33554432xui8>, tensor<2x16x48xbf16>)",
     ),
 }
 
@@ -98,9 +101,20 @@ def test_the_spec_is_one_dictionary_attribute():
     )
 
 
+def test_the_workspace_is_the_first_result_on_cuda_alone():
+    """uint8, dropped: no one uses it, and the CPU handler has no such result."""
+    function, operands, _ = CASES["gemm"]
+    text = cuda_text(function, *operands)
+    (number,) = re.findall(r"(%\d+):2 = stablehlo.custom_call", text)
+    assert f"return {number}#1 :" in text
+    assert text.count(f"{number}#0") == 0
+    cpu = jax.jit(function).trace(*operands).lower(lowering_platforms=("cpu",)).as_text()
+    assert the_call(cpu).endswith("-> tensor<2x16x48xbf16>")
+
+
 def test_in_place_aliases_c_with_out():
     call = the_call(cuda_text(*CASES["gemm"][:1], *CASES["gemm"][1]))
-    assert "output_operand_alias<output_tuple_indices = [], operand_index = 5, operand_tuple_indices = []>" in call
+    assert "output_operand_alias<output_tuple_indices = [1], operand_index = 5, operand_tuple_indices = []>" in call
     function, operands, _ = CASES["quantize"]
     assert "output_operand_alias" not in the_call(cuda_text(function, *operands))
 

@@ -1,8 +1,10 @@
-// The custom calls on CUDA: decode and check, take scratch memory from XLA, launch.
+// The custom calls on CUDA: decode and check, launch. They allocate nothing and wait for nothing: XLA may capture them in
+// a command buffer (a CUDA graph). Scratch memory is the first result (Definition.workspace in te_jax/primitives).
 #include "csrc/ffi/cuda/handlers.h"
 
 #include <cuda_runtime_api.h>
 
+#include <initializer_list>
 #include <string>
 
 #include "csrc/ffi/activation.h"
@@ -23,7 +25,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr size_t kScratchAlignment = 16;  // XLA refuses more; cuBLASLt and the kernels need no more
+bool command_buffers = true;
 
 template <typename Spec>
 constexpr char kOp[] = "te_jax";
@@ -48,20 +50,21 @@ ffi::Error FromCuda(const char* op, cudaError_t error) {
       std::string(op) + ": " + cudaGetErrorString(error) + (other_gpu ? " (it needs compute capability 9.0)" : ""));
 }
 
-ffi::Error NoScratch(const char* op, size_t bytes) {
-  return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                    std::string(op) + ": no device memory for " + std::to_string(bytes) + " bytes of scratch");
+// The memory of `buffer`, which has to have `bytes` at least.
+ffi::ErrorOr<void*> Workspace(const char* op, ffi::Result<ffi::AnyBuffer> buffer, size_t bytes) {
+  if (buffer->size_bytes() >= bytes) return buffer->untyped_data();
+  return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(op) + ": workspace (the first result): expected " +
+                                                     std::to_string(bytes) + " bytes, got " +
+                                                     std::to_string(buffer->size_bytes())));
 }
 
-// The passes that quantize: all need scratch memory.
 template <typename Spec, auto kDecode, auto kBytes, auto kLaunch>
-ffi::Error HandlePass(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::RemainingArgs args,
+ffi::Error HandlePass(cudaStream_t stream, ffi::Result<ffi::AnyBuffer> memory, ffi::RemainingArgs args,
                       ffi::RemainingRets rets, Spec spec) {
   const auto decoded = kDecode(args, rets, spec);
   if (decoded.has_error()) return decoded.error();
-  const size_t bytes = kBytes(*decoded);
-  const std::optional<void*> workspace = scratch.Allocate(bytes, kScratchAlignment);
-  if (!workspace.has_value()) return NoScratch(kOp<Spec>, bytes);
+  const auto workspace = Workspace(kOp<Spec>, memory, kBytes(*decoded));
+  if (workspace.has_error()) return workspace.error();
   return FromCuda(kOp<Spec>, kLaunch(*decoded, *workspace, stream));
 }
 
@@ -72,12 +75,12 @@ ffi::Error HandleDequantize(cudaStream_t stream, ffi::RemainingArgs args, ffi::R
   return FromCuda(kOp<DequantizeSpec>, kernels::LaunchDequantize(*decoded, stream));
 }
 
-ffi::Error HandleGemm(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::RemainingArgs args,
+ffi::Error HandleGemm(cudaStream_t stream, ffi::Result<ffi::AnyBuffer> memory, ffi::RemainingArgs args,
                       ffi::RemainingRets rets, GemmSpec spec) {
   const auto decoded = DecodeGemm(args, rets, spec);
   if (decoded.has_error()) return decoded.error();
-  const std::optional<void*> workspace = scratch.Allocate(gemm::kWorkspaceBytes, kScratchAlignment);
-  if (!workspace.has_value()) return NoScratch(kOp<GemmSpec>, gemm::kWorkspaceBytes);
+  const auto workspace = Workspace(kOp<GemmSpec>, memory, gemm::kWorkspaceBytes);
+  if (workspace.has_error()) return workspace.error();
   const gemm::Status status = gemm::Launch(*decoded, *workspace, stream);
   if (status.code == gemm::Status::kOk) return ffi::Error::Success();
   const auto code =
@@ -86,10 +89,10 @@ ffi::Error HandleGemm(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::R
 }
 
 template <typename Spec>
-auto PassSignature() {
+auto SignatureWithWorkspace() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Ctx<ffi::ScratchAllocator>()
+      .Ret<ffi::AnyBuffer>()
       .RemainingArgs()
       .RemainingRets()
       .Attr<Spec>(kSpec);
@@ -100,13 +103,21 @@ auto DequantizeSignature() {
       kSpec);
 }
 
+std::initializer_list<ffi::Traits> HandlerTraits() {
+  static const std::initializer_list<ffi::Traits> captured = {ffi::Traits::kCmdBufferCompatible};
+  return command_buffers ? captured : std::initializer_list<ffi::Traits>{};
+}
+
 }  // namespace
+
+void SetCommandBuffers(bool enabled) { command_buffers = enabled; }
+
 }  // namespace te_jax
 
 // The function comes last: its template arguments have commas.
 #define TE_JAX_DEFINE_PASS(symbol, Spec, ...)                                            \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, (te_jax::HandlePass<te_jax::Spec, __VA_ARGS__>), \
-                                te_jax::PassSignature<te_jax::Spec>())
+                                te_jax::SignatureWithWorkspace<te_jax::Spec>(), te_jax::HandlerTraits())
 
 TE_JAX_DEFINE_PASS(te_jax_cuda_quantize, QuantizeSpec, te_jax::DecodeQuantize, te_jax::kernels::QuantizeWorkspaceBytes,
                    te_jax::kernels::LaunchQuantize);
@@ -116,5 +127,7 @@ TE_JAX_DEFINE_PASS(te_jax_cuda_activation, ActivationSpec, te_jax::DecodeActivat
                    te_jax::kernels::ActivationWorkspaceBytes, te_jax::kernels::LaunchActivation);
 TE_JAX_DEFINE_PASS(te_jax_cuda_activation_grad, ActivationGradSpec, te_jax::DecodeActivationGrad,
                    te_jax::kernels::ActivationGradWorkspaceBytes, te_jax::kernels::LaunchActivationGrad);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_jax_cuda_dequantize, te_jax::HandleDequantize, te_jax::DequantizeSignature());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_jax_cuda_gemm, te_jax::HandleGemm, te_jax::PassSignature<te_jax::GemmSpec>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_jax_cuda_dequantize, te_jax::HandleDequantize, te_jax::DequantizeSignature(),
+                              te_jax::HandlerTraits());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(te_jax_cuda_gemm, te_jax::HandleGemm, te_jax::SignatureWithWorkspace<te_jax::GemmSpec>(),
+                              te_jax::HandlerTraits());

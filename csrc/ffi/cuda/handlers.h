@@ -3,6 +3,13 @@
 
 #include "xla/ffi/api/ffi.h"
 
+namespace te_jax {
+
+// Whether handlers tell XLA that they may be captured in command buffers. XLA asks when they are registered, once.
+void SetCommandBuffers(bool enabled);
+
+}  // namespace te_jax
+
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_quantize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_dequantize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_norm);

@@ -3,6 +3,11 @@
 
 #include "csrc/ffi/cuda/handlers.h"
 #include "csrc/gemm/cublaslt.h"
+#include "csrc/gemm/gemm.h"
+#include "csrc/kernels/activation.h"
+#include "csrc/kernels/activation_grad.h"
+#include "csrc/kernels/norm.h"
+#include "csrc/kernels/quantize.h"
 
 #ifndef TE_JAX_CUDA_ARCHITECTURES
 #define TE_JAX_CUDA_ARCHITECTURES "unknown"
@@ -12,7 +17,8 @@ namespace py = pybind11;
 
 namespace {
 
-py::dict Registrations() {
+py::dict Registrations(bool command_buffers) {
+  te_jax::SetCommandBuffers(command_buffers);
   py::dict targets;
   targets["te_jax_quantize"] = te_jax::Capsule(te_jax_cuda_quantize);
   targets["te_jax_dequantize"] = te_jax::Capsule(te_jax_cuda_dequantize);
@@ -39,11 +45,33 @@ py::dict CublasLtStatus() {
   return status;
 }
 
+// The formulas of the handlers, without their operands.
+size_t WorkspaceBytes(const std::string& op, int64_t rows, int64_t cols, bool dbias) {
+  float wanted = 0.0f;
+  const auto bytes = [&](auto args, auto formula) {
+    args.rows = rows;
+    args.cols = cols;
+    args.out.dbias = dbias ? &wanted : nullptr;
+    return formula(args);
+  };
+  if (op == "quantize") return bytes(te_jax::QuantizeArgs(), te_jax::kernels::QuantizeWorkspaceBytes);
+  if (op == "norm") return bytes(te_jax::NormArgs(), te_jax::kernels::NormWorkspaceBytes);
+  if (op == "activation") return bytes(te_jax::ActivationArgs(), te_jax::kernels::ActivationWorkspaceBytes);
+  if (op == "activation_grad") return bytes(te_jax::ActivationGradArgs(), te_jax::kernels::ActivationGradWorkspaceBytes);
+  if (op == "gemm") return te_jax::gemm::kWorkspaceBytes;
+  throw py::value_error("workspace_bytes: expected an operation with a workspace, got " + op);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_te_jax_cuda, module) {
   module.doc() = "Custom-call handlers of te_jax for CUDA.";
-  module.def("registrations", &Registrations, "{target name: handler capsule}, for jax.ffi.register_ffi_target.");
+  module.def("registrations", &Registrations, py::arg("command_buffers") = true,
+             "{target name: handler capsule}, for jax.ffi.register_ffi_target. command_buffers: whether XLA may capture "
+             "them in command buffers; what the first call says.");
+  module.def("workspace_bytes", &WorkspaceBytes, py::arg("op"), py::arg("rows"), py::arg("cols"), py::arg("dbias"),
+             "Bytes that the handler of \"quantize\", \"norm\", \"activation\" or \"activation_grad\" wants as workspace "
+             "for a result [rows, cols], or \"gemm\" for any.");
   module.def("build_info", &BuildInfo,
              "How this module was built: FFI API version, architectures, compiler, CUDA and cuBLASLt header versions.");
   module.def("cublaslt_status", &CublasLtStatus,
