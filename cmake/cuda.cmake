@@ -15,7 +15,8 @@ find_path(TE_JAX_CUBLAS_INCLUDE_DIR cublasLt.h
 set(CMAKE_CUDA_STANDARD 17)
 
 file(GLOB TE_JAX_CUDA_KERNELS CONFIGURE_DEPENDS csrc/kernels/*.cu)
-file(GLOB TE_JAX_CUDA_SOURCES CONFIGURE_DEPENDS csrc/gemm/*.cc csrc/ffi/cuda/*.cc csrc/kernels/*.cc)
+file(GLOB TE_JAX_GEMM_SOURCES CONFIGURE_DEPENDS csrc/gemm/*.cc)
+file(GLOB TE_JAX_CUDA_SOURCES CONFIGURE_DEPENDS csrc/ffi/cuda/*.cc csrc/kernels/*.cc)
 
 add_library(te_jax_kernels STATIC ${TE_JAX_CUDA_KERNELS})
 target_include_directories(te_jax_kernels PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
@@ -24,8 +25,21 @@ target_compile_options(te_jax_kernels PRIVATE
   -Xcompiler=-Wall,-Wextra,-Werror>)
 set_target_properties(te_jax_kernels PROPERTIES CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
 
+add_library(te_jax_gemm STATIC ${TE_JAX_GEMM_SOURCES})
+target_include_directories(te_jax_gemm SYSTEM PUBLIC ${CUDAToolkit_INCLUDE_DIRS} ${TE_JAX_CUBLAS_INCLUDE_DIR})
+target_link_libraries(te_jax_gemm PUBLIC te_jax_flags te_jax_kernels CUDA::cudart_static ${CMAKE_DL_LIBS})
+
 te_jax_module(_te_jax_cuda ${TE_JAX_CUDA_SOURCES})
 target_compile_definitions(_te_jax_cuda PRIVATE TE_JAX_CUDA_ARCHITECTURES="sm_90a")
-target_include_directories(_te_jax_cuda SYSTEM PRIVATE
-  ${CUDAToolkit_INCLUDE_DIRS} ${TE_JAX_CUBLAS_INCLUDE_DIR})
-target_link_libraries(_te_jax_cuda PRIVATE te_jax_ffi te_jax_kernels CUDA::cudart_static ${CMAKE_DL_LIBS})
+target_link_libraries(_te_jax_cuda PRIVATE te_jax_ffi te_jax_gemm)
+
+if(TE_JAX_TESTS)  # programs that need a GPU: built, run by hand or by ctest -L gpu
+  file(GLOB TE_JAX_CUDA_TESTS CONFIGURE_DEPENDS csrc/tests/cuda/*_test.cc)
+  foreach(source ${TE_JAX_CUDA_TESTS})
+    get_filename_component(name ${source} NAME_WE)
+    add_executable(${name} ${source})
+    target_link_libraries(${name} PRIVATE te_jax_gemm)
+    add_test(NAME ${name} COMMAND ${name})
+    set_tests_properties(${name} PROPERTIES LABELS gpu)
+  endforeach()
+endif()

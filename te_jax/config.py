@@ -4,6 +4,10 @@
 |---|---|---|
 | ``TE_JAX_DISABLE_CUSTOM_CALLS`` | ``0`` (default) or ``1`` | run the jnp references instead of the custom calls |
 | ``TE_JAX_COMMAND_BUFFERS`` | ``1`` (default), ``0`` | XLA may capture custom calls in command buffers (CUDA graphs) |
+| ``TE_JAX_GEMM_ALGORITHMS`` | ``timed`` (default), ``first`` | how the algorithm of a GEMM is chosen on CUDA |
+| ``TE_JAX_GEMM_ALGORITHMS_FILE`` | a path | choices are taken from this file, and written to it at exit |
+
+The last three are read once, when the CUDA targets are registered; ``te_jax/primitives/gemm_algorithms.py`` says more.
 
 An option that changes what is traced is kept in a JAX user context: ``jax.jit`` keys its caches on it, so that
 changing it with :func:`custom_calls` retraces, instead of silently running the program traced before.
@@ -28,6 +32,8 @@ def _flag(name: str, default: bool = False) -> bool:
     return value in _TRUE
 
 
+GEMM_ALGORITHMS = ("timed", "first")
+
 _custom_calls = jax.make_user_context(default_value=not _flag("TE_JAX_DISABLE_CUSTOM_CALLS"))
 
 
@@ -46,9 +52,25 @@ def command_buffers_enabled() -> bool:
     return _flag("TE_JAX_COMMAND_BUFFERS", default=True)
 
 
+def gemm_algorithms() -> str:
+    """How the algorithm of a GEMM is chosen on CUDA: "timed" or "first"."""
+    value = os.environ.get("TE_JAX_GEMM_ALGORITHMS", "").strip().lower() or GEMM_ALGORITHMS[0]
+    if value not in GEMM_ALGORITHMS:
+        expected = " or ".join(GEMM_ALGORITHMS)
+        raise ValueError(f"te_jax: environment variable TE_JAX_GEMM_ALGORITHMS: expected {expected}, got {value!r}")
+    return value
+
+
+def gemm_algorithms_file() -> str | None:
+    """The file that the choices of GEMM algorithms are taken from and written to; None if there is none."""
+    return os.environ.get("TE_JAX_GEMM_ALGORITHMS_FILE", "").strip() or None
+
+
 def describe() -> dict[str, object]:
     """The options and their current values, for ``python -m te_jax.doctor``."""
     return {
         "TE_JAX_DISABLE_CUSTOM_CALLS": not custom_calls_enabled(),
         "TE_JAX_COMMAND_BUFFERS": command_buffers_enabled(),
+        "TE_JAX_GEMM_ALGORITHMS": gemm_algorithms(),
+        "TE_JAX_GEMM_ALGORITHMS_FILE": gemm_algorithms_file() or "",
     }

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax import config
-from te_jax.primitives import library, spec, support
+from te_jax.primitives import gemm_algorithms, library, spec, support
 
 _PACKAGES = ("te_jax", "jax", "jaxlib", "jax-cuda13-plugin", "flax", "orbax-checkpoint", "optax", "numpy", "scipy")
 _PLATFORMS = ("cpu", "cuda")
@@ -75,19 +75,30 @@ def _custom_calls(platform: str) -> Iterator[str]:
         yield f"{name}: " + (f"jnp reference: {reason}" if reason else "custom call")
 
 
+def _algorithms() -> Iterator[str]:
+    for choice in gemm_algorithms.report():
+        times = f"{choice.time_us:.1f} us, the heuristic's first {choice.first_us:.1f} us"
+        yield f"{choice.device}: {choice.gemm}: {choice.source}, {choice.note or times}"
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else str(int(bool(value)))
+
+
 def report() -> str:
     """The text that ``python -m te_jax.doctor`` prints. Initialises jax's backends."""
     running = library.runtime_ffi_api()
     sections = {
         "versions": _versions(),
         "devices": _devices(),
-        "options": (f"{name}={int(bool(value))}" for name, value in config.describe().items()),
+        "options": (f"{name}={_text(value)}" for name, value in config.describe().items()),
         f"native library (FFI API of this jaxlib: {'unknown' if running is None else '.'.join(map(str, running))})": (
             line for platform in _PLATFORMS for line in _native(platform)
         ),
     }
     for platform in _PLATFORMS:
         sections[f"what runs on {platform} (sizes permitting: multiples of 16)"] = _custom_calls(platform)
+    sections["GEMM algorithms chosen by timing (none before a GEMM is run, but for those from a file)"] = _algorithms()
     return "\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items())
 
 

@@ -37,12 +37,13 @@ INCLUDES = {
     "core": {"core"},
     "cpu": {"core", "cpu"},
     "kernels": {"core", "kernels"},
-    "gemm": {"core", "gemm"},
+    "gemm": {"core", "gemm", "kernels"},
     "comm": {"core", "comm"},
     "ffi": {"core", "ffi"},
     "ffi/cpu": {"core", "ffi", "ffi/cpu", "cpu"},
     "ffi/cuda": {"core", "ffi", "ffi/cuda", "kernels", "gemm", "comm"},
     "tests": {"core", "ffi", "cpu", "gemm", "comm", "tests"},
+    "tests/cuda": {"core", "kernels", "gemm", "comm", "tests"},
 }
 # Who may know XLA and Python.
 EXTERNAL = {"xla/": ("ffi", "ffi/cpu", "ffi/cuda", "tests"), "pybind11/": ("ffi", "ffi/cpu", "ffi/cuda")}

@@ -61,6 +61,7 @@ CublasLt Load() {
   TE_JAX_RESOLVE(preference_destroy, cublasLtMatmulPreferenceDestroy);
   TE_JAX_RESOLVE(preference_set, cublasLtMatmulPreferenceSetAttribute);
   TE_JAX_RESOLVE(heuristic, cublasLtMatmulAlgoGetHeuristic);
+  TE_JAX_RESOLVE(algo_check, cublasLtMatmulAlgoCheck);
 #undef TE_JAX_RESOLVE
   Dl_info info;
   if (lt.error.empty() && dladdr(reinterpret_cast<const void*>(lt.create), &info) != 0) lt.path = info.dli_fname;

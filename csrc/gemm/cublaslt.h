@@ -26,6 +26,7 @@ struct CublasLt {
   decltype(&cublasLtMatmulPreferenceDestroy) preference_destroy = nullptr;
   decltype(&cublasLtMatmulPreferenceSetAttribute) preference_set = nullptr;
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = nullptr;
+  decltype(&cublasLtMatmulAlgoCheck) algo_check = nullptr;
 };
 
 // Loads the library once. Places, in this order: the copy that is in the process already (JAX's CUDA plugin loads one,

@@ -1,178 +1,184 @@
 #include "csrc/gemm/gemm.h"
 
+#include <atomic>
+#include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
+#include "csrc/gemm/candidates.h"
 #include "csrc/gemm/cublaslt.h"
+#include "csrc/gemm/operation.h"
 #include "csrc/gemm/plan.h"
+#include "csrc/gemm/timing.h"
 
 namespace te_jax::gemm {
 namespace {
 
-cudaDataType_t CudaType(DType dtype) {
-  switch (dtype) {
-    case DType::kF32: return CUDA_R_32F;
-    case DType::kBF16: return CUDA_R_16BF;
-    case DType::kF16: return CUDA_R_16F;
-    case DType::kE4M3: return CUDA_R_8F_E4M3;
-    case DType::kE5M2: return CUDA_R_8F_E5M2;
-  }
-  return CUDA_R_32F;
-}
+constexpr int kCandidates = 16;
+// A choice takes less than a second. What may take longer is in algorithm_table.h.
+constexpr std::chrono::milliseconds kPatience{20000};
 
-// A cuBLASLt object that destroys itself.
-template <class Handle>
-using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, cublasStatus_t (*)(Handle)>;
+std::atomic<bool> timed{true};
+std::atomic<uint64_t> generation{0};  // what was prepared in an earlier one may have another algorithm than now
 
-// Calls cuBLASLt until the first failure, which it keeps.
-class Calls {
- public:
-  Calls() : lt(LoadedCublasLt()) {}
-
-  bool Ok(const char* what, cublasStatus_t status) {
-    if (status_.code == Status::kOk && status != CUBLAS_STATUS_SUCCESS) {
-      const bool unsupported = status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE;
-      status_ = {unsupported ? Status::kUnsupported : Status::kInternal,
-                 std::string(what) + ": " + lt.status_string(status)};
-    }
-    return status_.code == Status::kOk;
-  }
-  const Status& status() const { return status_; }
-
-  Owned<cublasLtMatrixLayout_t> Layout(const Matrix& matrix) {
-    cublasLtMatrixLayout_t layout = nullptr;
-    Ok("cublasLtMatrixLayoutCreate",
-       lt.layout_create(&layout, CudaType(matrix.dtype), matrix.rows, matrix.cols, matrix.ld));
-    return {layout, lt.layout_destroy};
-  }
-
-  template <class T>
-  void Set(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute, const T& value) {
-    Ok("cublasLtMatmulDescSetAttribute", lt.desc_set(desc, attribute, &value, sizeof value));
-  }
-
-  const CublasLt& lt;
-
- private:
-  Status status_;
-};
-
-// The operation with the pointers of one call: made for each call, since calls on several threads share the rest.
-Owned<cublasLtMatmulDesc_t> MakeOperation(Calls& calls, const GemmPlan& plan, const GemmArgs& args) {
-  cublasLtMatmulDesc_t desc = nullptr;
-  if (!calls.Ok("cublasLtMatmulDescCreate", calls.lt.desc_create(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F))) {
-    return {nullptr, calls.lt.desc_destroy};
-  }
-  Owned<cublasLtMatmulDesc_t> owned(desc, calls.lt.desc_destroy);
-  calls.Set(desc, CUBLASLT_MATMUL_DESC_TRANSA, plan.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
-  calls.Set(desc, CUBLASLT_MATMUL_DESC_TRANSB, plan.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
-  if (plan.fp8) {
-    calls.Set(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(args.fast_accumulation));
-    calls.Set(desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, args.rhs_scale_inv);
-    calls.Set(desc, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, args.lhs_scale_inv);
-    if (args.out_scale != nullptr) calls.Set(desc, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, args.out_scale);
-    if (args.amax != nullptr) calls.Set(desc, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, args.amax);
-  }
-  if (args.bias != nullptr) {
-    calls.Set(desc, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-    calls.Set(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, args.bias);
-    calls.Set(desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, CudaType(args.bias_dtype));
-  }
-  return owned;
-}
-
-// What stays the same for every call with one description on one device.
 struct Prepared {
-  GemmPlan plan;
-  Owned<cublasLtMatrixLayout_t> a, b, c, d;
-  cublasLtMatmulAlgo_t algorithm;
+  Problem problem;
+  cublasLtMatmulAlgo_t algorithm{};
 };
 
-cublasLtMatmulAlgo_t ChooseAlgorithm(Calls& calls, cublasLtHandle_t handle, const GemmDesc& desc, const Prepared& gemm,
-                                     cublasLtMatmulDesc_t operation) {
-  cublasLtMatmulHeuristicResult_t result{};
-  cublasLtMatmulPreference_t preference = nullptr;
-  if (!calls.Ok("cublasLtMatmulPreferenceCreate", calls.lt.preference_create(&preference))) return result.algo;
-  const Owned<cublasLtMatmulPreference_t> owned(preference, calls.lt.preference_destroy);
-  const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
-    calls.Ok("cublasLtMatmulPreferenceSetAttribute",
-             calls.lt.preference_set(preference, attribute, &value, sizeof value));
+// "NVIDIA H200, 132 multiprocessors": what the time of an algorithm depends on.
+std::string TypeOf(int device) {
+  cudaDeviceProp properties{};
+  if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) return "unknown";
+  return std::string(properties.name) + ", " + std::to_string(properties.multiProcessorCount) + " multiprocessors";
+}
+
+// The algorithm for `problem`. `*final` is whether to keep it.
+cublasLtMatmulAlgo_t ChooseAlgorithm(Calls& calls, cublasLtHandle_t handle, int device, const Problem& problem,
+                                     const GemmArgs& args, cudaStream_t stream, bool* final) {
+  *final = true;
+  const auto operation = MakeOperation(calls, problem.plan, args);
+  if (!calls.ok()) return {};
+  const auto candidates =
+      Candidates(calls, handle, problem, operation.get(), timed.load() ? kCandidates : 1);
+  if (!calls.ok()) return {};
+  if (!timed.load()) return candidates.front();
+
+  const auto make = [&](const Choice* loaded) {
+    cublasLtMatmulAlgo_t algorithm{};
+    if (loaded != nullptr) {
+      std::memcpy(&algorithm, loaded->algorithm.data(), sizeof algorithm);
+      if (CanRun(calls, handle, problem, operation.get(), algorithm)) return *loaded;
+    }
+    return ChooseByTiming(calls, handle, problem, args, candidates, stream);
   };
-  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceBytes);
-  // A split contraction is added up in fp32 and rounded once, never in the type of the result.
-  set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-  for (const auto attribute :
-       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
-    set(attribute, static_cast<uint32_t>(desc.alignment));
-  }
-  if (calls.status().code != Status::kOk) return result.algo;
-  int found = 0;
-  const cublasStatus_t status = calls.lt.heuristic(handle, operation, gemm.a.get(), gemm.b.get(), gemm.c.get(),
-                                                   gemm.d.get(), preference, 1, &result, &found);
-  calls.Ok("cublasLtMatmulAlgoGetHeuristic",
-           found == 0 && status == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : status);
-  return result.algo;
+  const auto choice = Algorithms().Get({TypeOf(device), ToString(problem.desc)}, kPatience, make);
+  *final = choice.has_value();
+  cublasLtMatmulAlgo_t algorithm = candidates.front();
+  if (choice.has_value()) std::memcpy(&algorithm, choice->algorithm.data(), sizeof algorithm);
+  return algorithm;
 }
 
 struct Key {
   int device;
+  uint64_t generation;
   GemmDesc desc;
-  bool operator==(const Key& other) const { return device == other.device && desc == other.desc; }
+  bool operator==(const Key& other) const {
+    return device == other.device && generation == other.generation && desc == other.desc;
+  }
 };
 struct KeyHash {
-  size_t operator()(const Key& key) const { return HashOf(key.desc) * 31 + static_cast<size_t>(key.device); }
+  size_t operator()(const Key& key) const {
+    return (HashOf(key.desc) * 31 + static_cast<size_t>(key.device)) * 31 + key.generation;
+  }
 };
 
-// Entries are never removed, so that a reference to one stays good without the lock.
-const Prepared* Prepare(Calls& calls, cublasLtHandle_t handle, const Key& key, const GemmPlan& plan,
-                        const GemmArgs& args) {
-  static std::mutex mutex;
-  static std::unordered_map<Key, std::unique_ptr<const Prepared>, KeyHash> cache;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (const auto found = cache.find(key); found != cache.end()) return found->second.get();
-  auto made = std::make_unique<Prepared>(Prepared{plan, calls.Layout(plan.a), calls.Layout(plan.b),
-                                                  calls.Layout(plan.c), calls.Layout(plan.d), cublasLtMatmulAlgo_t{}});
-  const auto operation = MakeOperation(calls, plan, args);
-  if (calls.status().code != Status::kOk) return nullptr;
-  made->algorithm = ChooseAlgorithm(calls, handle, key.desc, *made, operation.get());
-  if (calls.status().code != Status::kOk) return nullptr;
-  return cache.emplace(key, std::move(made)).first->second.get();
+// What was prepared, by device and description. Nothing is removed, so what Find returns stays good.
+class Cache {
+ public:
+  const Prepared* Find(const Key& key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = entries_.find(key);
+    return found == entries_.end() ? nullptr : found->second.get();
+  }
+  // Keeps the one that is there already.
+  const Prepared* Add(const Key& key, std::unique_ptr<const Prepared> prepared) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return entries_.emplace(key, std::move(prepared)).first->second.get();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<Key, std::unique_ptr<const Prepared>, KeyHash> entries_;
+};
+
+Cache& Preparations() {
+  static auto* cache = new Cache;  // never destroyed: threads may outlive statics
+  return *cache;
+}
+
+// The operation of `prepared` with the pointers of this call: one for each thread, since calls on several threads set
+// different pointers.
+cublasLtMatmulDesc_t OperationOf(Calls& calls, const Prepared* prepared, const GemmArgs& args) {
+  thread_local std::unordered_map<const Prepared*, Owned<cublasLtMatmulDesc_t>> operations;
+  if (const auto found = operations.find(prepared); found != operations.end()) {
+    SetPointers(calls, found->second.get(), prepared->problem.plan, args);
+    return found->second.get();
+  }
+  auto made = MakeOperation(calls, prepared->problem.plan, args);
+  return calls.ok() ? operations.emplace(prepared, std::move(made)).first->second.get() : nullptr;
+}
+
+// Queues the GEMM with what was prepared for its description.
+void Queue(Calls& calls, cublasLtHandle_t handle, const Prepared& prepared, cublasLtMatmulDesc_t operation,
+           const GemmArgs& args, void* workspace, cudaStream_t stream) {
+  if (args.amax != nullptr) {  // the epilogue takes a maximum with what is there
+    calls.Ok("cudaMemsetAsync", cudaMemsetAsync(args.amax, 0, sizeof(float), stream));
+  }
+  if (calls.ok()) {
+    Multiply(calls, handle, operation, prepared.problem, args, prepared.algorithm, workspace, stream);
+  }
 }
 
 }  // namespace
 
-Status Launch(const GemmArgs& args, void* workspace, cudaStream_t stream) {
-  const GemmDesc desc = DescOf(args);
-  const auto planned = MakePlan(desc);
-  if (const auto* reason = std::get_if<std::string>(&planned)) return {Status::kUnsupported, *reason};
+AlgorithmTable& Algorithms() {
+  static auto* table = new AlgorithmTable;
+  return *table;
+}
 
+bool LoadAlgorithm(const AlgorithmKey& key, const Choice& choice) {
+  const bool loaded = Algorithms().Load(key, choice);
+  generation += loaded;
+  return loaded;
+}
+
+void SetTimed(bool enabled) {
+  timed = enabled;
+  ++generation;
+}
+
+Status Launch(const GemmArgs& args, void* workspace, cudaStream_t stream) {
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) {
     return {Status::kInternal, std::string("cudaGetDevice: ") + cudaGetErrorString(error)};
+  }
+  const Key key{device, generation.load(), DescOf(args)};
+  const Prepared* prepared = Preparations().Find(key);
+  std::optional<GemmPlan> plan;
+  if (prepared == nullptr) {
+    auto planned = MakePlan(key.desc);
+    if (const auto* reason = std::get_if<std::string>(&planned)) return {Status::kUnsupported, *reason};
+    plan = std::get<GemmPlan>(planned);
   }
   std::string load_error;
   cublasLtHandle_t handle = HandleOfDevice(device, &load_error);
   if (handle == nullptr) return {Status::kInternal, load_error};
 
   Calls calls;
-  const auto failed = [&] { return Status{calls.status().code, calls.status().message + " (" + ToString(desc) + ")"}; };
-  const Prepared* gemm = Prepare(calls, handle, {device, desc}, std::get<GemmPlan>(planned), args);
-  if (gemm == nullptr) return failed();
-  const auto operation = MakeOperation(calls, gemm->plan, args);
-  if (calls.status().code != Status::kOk) return failed();
-  if (args.amax != nullptr) {  // the epilogue takes a maximum with what is there
-    if (const cudaError_t error = cudaMemsetAsync(args.amax, 0, sizeof(float), stream); error != cudaSuccess) {
-      return {Status::kInternal, std::string("cudaMemsetAsync: ") + cudaGetErrorString(error)};
+  const auto result = [&] {
+    return calls.ok() ? Status{}
+                      : Status{calls.status().code, calls.status().message + " (" + ToString(key.desc) + ")"};
+  };
+  if (prepared == nullptr) {
+    auto made = std::make_unique<Prepared>(Prepared{Problem(calls, key.desc, *plan)});
+    if (!calls.ok()) return result();
+    bool final = false;
+    made->algorithm = ChooseAlgorithm(calls, handle, device, made->problem, args, stream, &final);
+    if (!calls.ok()) return result();
+    if (!final) {  // another thread is still choosing: this once with the heuristic's first
+      const auto operation = MakeOperation(calls, made->problem.plan, args);
+      if (calls.ok()) Queue(calls, handle, *made, operation.get(), args, workspace, stream);
+      return result();
     }
+    prepared = Preparations().Add(key, std::move(made));
   }
-  // Not read where beta is 0; given all the same where it has the type of the result, as cuBLASLt wants it.
-  const void* c = desc.accumulates ? args.c : gemm->plan.c.dtype == gemm->plan.d.dtype ? args.out : nullptr;
-  calls.Ok("cublasLtMatmul", calls.lt.matmul(handle, operation.get(), &args.alpha, args.rhs, gemm->a.get(), args.lhs,
-                                             gemm->b.get(), &args.beta, c, gemm->c.get(), args.out, gemm->d.get(),
-                                             &gemm->algorithm, workspace, kWorkspaceBytes, stream));
-  return calls.status().code == Status::kOk ? Status{} : failed();
+  cublasLtMatmulDesc_t operation = OperationOf(calls, prepared, args);
+  if (calls.ok()) Queue(calls, handle, *prepared, operation, args, workspace, stream);
+  return result();
 }
 
 }  // namespace te_jax::gemm

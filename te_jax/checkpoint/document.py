@@ -1,4 +1,4 @@
-"""The JSON beside the arrays of a checkpoint: format version, recipe, and what wrote it.
+"""The JSON beside the arrays of a checkpoint: format version, recipe, GEMM algorithms, and what wrote it.
 
 A step folder is a plain orbax composite checkpoint, named by the bare step number:
 
@@ -24,6 +24,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from te_jax.errors import check_value, message
+from te_jax.primitives import gemm_algorithms
 from te_jax.recipe import Recipe, recipe_from_json
 
 FORMAT_VERSION = 1
@@ -41,6 +42,7 @@ def make(recipe: Recipe | None, items: Sequence[str]) -> dict[str, Any]:
         "format_version": FORMAT_VERSION,
         "recipe": None if recipe is None else recipe.to_json(),
         "items": sorted(items),
+        "gemm_algorithms": gemm_algorithms.table(),
         "written_by": {
             "jax": jax.__version__,
             "orbax": ocp.__version__,

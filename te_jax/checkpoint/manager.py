@@ -14,6 +14,7 @@ from etils import epath
 
 from te_jax.checkpoint import document, trees
 from te_jax.errors import check_type, check_value, message
+from te_jax.primitives import gemm_algorithms
 from te_jax.quant import state
 from te_jax.recipe import Recipe
 
@@ -109,6 +110,10 @@ class Manager:
         folder = self._directory / str(step)
         described = document.read(folder)
         document.check_recipe(described, self._recipe, folder)
+        if described.get("gemm_algorithms", {}).get(
+            "devices"
+        ):  # so that a run on CUDA goes on with the same algorithms
+            gemm_algorithms.load_table(described["gemm_algorithms"])
         targets = _items(variables, opt_state, extras)
         for name, tree in (("opt_state", opt_state), ("extras", extras)):
             if tree is not None and name in described["items"]:

@@ -1,6 +1,7 @@
 """The JAX primitives of te_jax: one custom call each, with a jnp reference. Contract: docs/design/0001."""
 
 from te_jax.primitives import definition as _definition
+from te_jax.primitives import gemm_algorithms as gemm_algorithms
 from te_jax.primitives import library as library
 from te_jax.primitives import support as support
 from te_jax.primitives.activation import activation as activation

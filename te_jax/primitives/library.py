@@ -14,7 +14,7 @@ import importlib.util
 import pathlib
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +29,7 @@ _MODULES = {
 }
 _lock = threading.RLock()
 _registered: set[str] = set()
+_hooks: list[Callable[[str, ModuleType], None]] = []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,16 @@ def register_cuda_targets() -> NativeStatus:
         raise RuntimeError(f"te_jax: no CUDA custom calls: {found.reason}")
     _register("cuda")
     return found
+
+
+def registered_module(platform: str) -> ModuleType | None:
+    """The extension module of ``platform``, if its targets are registered."""
+    return _load(platform)[1] if platform in _registered else None
+
+
+def when_registered(hook: Callable[[str, ModuleType], None]) -> None:
+    """Has ``hook(platform, module)`` called when the targets of a platform have been registered."""
+    _hooks.append(hook)
 
 
 def cublaslt_status() -> Mapping[str, Any]:
@@ -183,3 +194,5 @@ def _register(platform: str) -> None:
         for name, handler in module.registrations(**options).items():
             jax.ffi.register_ffi_target(name, handler, platform=_MODULES[platform][1])
         _registered.add(platform)
+        for hook in _hooks:
+            hook(platform, module)

@@ -9,14 +9,15 @@ from te_jax.testing import runs
 
 SIZE = ["--width", "512", "--heads", "4", "--seq", "256", "--batch", "8", "--schedule-steps", "40"]
 N = 20
-# One choice of algorithm in every process, no atomics in XLA's own kernels; te_jax takes cuBLASLt's first heuristic.
+# One choice of algorithm in every process, no atomics in XLA's own kernels.
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
 
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
-    return runs.environment(cache, XLA_FLAGS=DETERMINISTIC, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    own = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TE_JAX_GEMM_ALGORITHMS": "first"}
+    return runs.environment(cache, XLA_FLAGS=DETERMINISTIC, **own)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])

@@ -62,6 +62,35 @@ size_t WorkspaceBytes(const std::string& op, int64_t rows, int64_t cols, bool db
   throw py::value_error("workspace_bytes: expected an operation with a workspace, got " + op);
 }
 
+py::list GemmAlgorithms() {
+  py::list all;
+  for (const auto& [key, choice] : te_jax::gemm::Algorithms().All()) {
+    py::dict entry;
+    entry["device"] = key.device;
+    entry["gemm"] = key.gemm;
+    entry["algorithm"] = te_jax::gemm::ToHex(choice.algorithm);
+    entry["source"] = te_jax::gemm::NameOf(choice.source);
+    entry["time_us"] = choice.time_us;
+    entry["first_us"] = choice.first_us;
+    entry["candidates"] = choice.candidates;
+    entry["note"] = choice.note;
+    all.append(entry);
+  }
+  return all;
+}
+
+bool LoadGemmAlgorithm(const std::string& device, const std::string& gemm, const std::string& algorithm,
+                       float time_us, float first_us, int candidates) {
+  const auto blob = te_jax::gemm::FromHex(algorithm);
+  if (!blob.has_value()) throw py::value_error("load_gemm_algorithm: expected 128 hexadecimal digits, got " + algorithm);
+  te_jax::gemm::Choice choice;
+  choice.algorithm = *blob;
+  choice.time_us = time_us;
+  choice.first_us = first_us;
+  choice.candidates = candidates;
+  return te_jax::gemm::LoadAlgorithm({device, gemm}, choice);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_te_jax_cuda, module) {
@@ -80,4 +109,10 @@ PYBIND11_MODULE(_te_jax_cuda, module) {
       "cublaslt_version",
       [] { return te_jax::gemm::LoadedCublasLt().error.empty() ? te_jax::gemm::LoadedCublasLt().get_version() : 0; },
       "The version of the cuBLASLt that is loaded at run time, e.g. 130100; 0 if it can't be loaded.");
+  module.def("set_gemm_timing", &te_jax::gemm::SetTimed, py::arg("enabled"),
+             "Whether the algorithms of GEMMs that come next are chosen by timing.");
+  module.def("gemm_algorithms", &GemmAlgorithms, "The choices made by timing or loaded, a dict each.");
+  module.def("load_gemm_algorithm", &LoadGemmAlgorithm, py::arg("device"), py::arg("gemm"), py::arg("algorithm"),
+             py::arg("time_us"), py::arg("first_us"), py::arg("candidates"),
+             "Takes a choice of another process; False if it is here already.");
 }
