@@ -22,7 +22,7 @@ constexpr int kCandidates = 16;
 constexpr std::chrono::milliseconds kPatience{20000};
 
 std::atomic<bool> timed{true};
-std::atomic<uint64_t> generation{0};  // what was prepared in an earlier one may have another algorithm than now
+std::atomic<uint64_t> generation{0};  // counts loaded choices: what was prepared before may have another algorithm
 
 struct Prepared {
   Problem problem;
@@ -64,15 +64,16 @@ cublasLtMatmulAlgo_t ChooseAlgorithm(Calls& calls, cublasLtHandle_t handle, int 
 
 struct Key {
   int device;
+  bool timed;
   uint64_t generation;
   GemmDesc desc;
   bool operator==(const Key& other) const {
-    return device == other.device && generation == other.generation && desc == other.desc;
+    return device == other.device && timed == other.timed && generation == other.generation && desc == other.desc;
   }
 };
 struct KeyHash {
   size_t operator()(const Key& key) const {
-    return (HashOf(key.desc) * 31 + static_cast<size_t>(key.device)) * 31 + key.generation;
+    return (HashOf(key.desc) * 31 + 2 * static_cast<size_t>(key.device) + key.timed) * 31 + key.generation;
   }
 };
 
@@ -136,17 +137,14 @@ bool LoadAlgorithm(const AlgorithmKey& key, const Choice& choice) {
   return loaded;
 }
 
-void SetTimed(bool enabled) {
-  timed = enabled;
-  ++generation;
-}
+void SetTimed(bool enabled) { timed = enabled; }
 
 Status Launch(const GemmArgs& args, void* workspace, cudaStream_t stream) {
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) {
     return {Status::kInternal, std::string("cudaGetDevice: ") + cudaGetErrorString(error)};
   }
-  const Key key{device, generation.load(), DescOf(args)};
+  const Key key{device, timed.load(), generation.load(), DescOf(args)};
   const Prepared* prepared = Preparations().Find(key);
   std::optional<GemmPlan> plan;
   if (prepared == nullptr) {

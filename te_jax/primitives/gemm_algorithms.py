@@ -83,7 +83,8 @@ def table() -> dict[str, Any]:
 def load_table(choices: Mapping[str, Any]) -> int:
     """Takes the choices of :func:`table`, also for GEMMs that have been run; returns how many are new here.
 
-    A program that is captured in a command buffer goes on as it was captured. Choices made with another cuBLASLt are not taken, with a RuntimeWarning. Without CUDA custom calls none is.
+    A program that is captured in a command buffer goes on as it was captured. Choices made with another cuBLASLt are
+    not taken, with a RuntimeWarning. Without CUDA custom calls none is.
     """
     module = _register()
     if module is None:
