@@ -52,6 +52,24 @@ struct NormArgs {
   QuantizedOut out;
 };
 
+// The gradient of a norm, and with `dres` the sum of it and of the gradient that reaches x past the norm.
+struct NormGradArgs {
+  int64_t rows = 0, cols = 0;
+  NormKind kind = NormKind::kRMSNorm;
+  bool zero_centered_gamma = false;
+  DType x_dtype = DType::kBF16;  // of dy, x, dres and dx
+  DType param_dtype = DType::kF32;
+  const void* dy = nullptr;     // [rows, cols]
+  const void* x = nullptr;      // [rows, cols]
+  const void* gamma = nullptr;  // [cols]
+  const float* mean = nullptr;  // [rows], LayerNorm only
+  const float* rstd = nullptr;  // [rows]
+  const void* dres = nullptr;   // [rows, cols], if there is a residual
+  void* dx = nullptr;           // [rows, cols] out
+  float* dgamma = nullptr;      // [cols] out
+  float* dbeta = nullptr;       // [cols] out, LayerNorm only
+};
+
 enum class ActivationKind : int32_t { kGELU, kSiLU, kReLU, kGEGLU, kSwiGLU };
 constexpr bool IsGated(ActivationKind kind) { return kind == ActivationKind::kGEGLU || kind == ActivationKind::kSwiGLU; }
 

@@ -10,6 +10,7 @@ namespace te_jax::cpu {
 [[nodiscard]] bool Quantize(const QuantizeArgs& args);
 [[nodiscard]] bool Dequantize(const DequantizeArgs& args);
 [[nodiscard]] bool Norm(const NormArgs& args);
+[[nodiscard]] bool NormGrad(const NormGradArgs& args);
 [[nodiscard]] bool Activation(const ActivationArgs& args);
 [[nodiscard]] bool ActivationGrad(const ActivationGradArgs& args);
 [[nodiscard]] bool Gemm(const GemmArgs& args);

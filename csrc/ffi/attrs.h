@@ -30,6 +30,11 @@ struct NormSpec : QuantizingSpec {
   bool zero_centered_gamma, stats;
 };
 
+struct NormGradSpec {
+  std::string_view kind;
+  bool zero_centered_gamma, residual;
+};
+
 struct ActivationSpec : QuantizingSpec {
   std::string_view kind;
 };
@@ -63,6 +68,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::QuantizeSpec, TE_JAX_QUANTIZING_ME
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::NormSpec, TE_JAX_QUANTIZING_MEMBERS,
                                       StructMember<std::string_view>("kind"), StructMember<float>("epsilon"),
                                       StructMember<bool>("zero_centered_gamma"), StructMember<bool>("stats"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::NormGradSpec, StructMember<std::string_view>("kind"),
+                                      StructMember<bool>("zero_centered_gamma"), StructMember<bool>("residual"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ActivationSpec, TE_JAX_QUANTIZING_MEMBERS,
                                       StructMember<std::string_view>("kind"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ActivationGradSpec, TE_JAX_QUANTIZING_MEMBERS,

@@ -5,6 +5,7 @@
 #include "csrc/ffi/dequantize.h"
 #include "csrc/ffi/gemm.h"
 #include "csrc/ffi/norm.h"
+#include "csrc/ffi/norm_grad.h"
 #include "csrc/ffi/quantize.h"
 #include "csrc/tests/check.h"
 
@@ -157,6 +158,30 @@ TEST(Norm) {
                   "te_jax norm: scale shape: expected [], got [32]");
   spec.kind = "batchnorm";
   EXPECT_CONTAINS(DecodeNorm(frame.args(), frame.rets(), spec).error().message(), "kind: expected");
+}
+
+TEST(NormGrad) {
+  NormGradSpec spec{};
+  spec.kind = "layernorm";
+  spec.residual = true;
+  const std::vector<Spec> rets = {{BF16, {2, 3, 32}}, {F32, {32}}, {F32, {32}}};
+  const Frame frame({{BF16, {2, 3, 32}}, {BF16, {2, 3, 32}}, {F32, {32}}, {F32, {2, 3}}, {F32, {2, 3}}, {BF16, {2, 3, 32}}},
+                    rets);
+  const auto args = DecodeNormGrad(frame.args(), frame.rets(), spec);
+  EXPECT(args.has_value());
+  if (args.has_value()) {
+    EXPECT(args->rows == 6 && args->cols == 32 && args->kind == NormKind::kLayerNorm);
+    EXPECT(args->x_dtype == DType::kBF16 && args->param_dtype == DType::kF32);
+    EXPECT(args->dy == frame.arg(0) && args->x == frame.arg(1) && args->gamma == frame.arg(2));
+    EXPECT(args->mean == frame.arg(3) && args->rstd == frame.arg(4) && args->dres == frame.arg(5));
+    EXPECT(args->dx == frame.ret(0) && args->dgamma == frame.ret(1) && args->dbeta == frame.ret(2));
+  }
+  spec.residual = false;
+  EXPECT_CONTAINS(DecodeNormGrad(frame.args(), frame.rets(), spec).error().message(),
+                  "te_jax norm_grad: number of operands: expected 5, got 6");
+  spec.kind = "rmsnorm";
+  const Frame scalar({{BF16, {}}, {BF16, {}}, {F32, {32}}, {F32, {}}}, {{BF16, {}}, {F32, {32}}});
+  EXPECT_CONTAINS(DecodeNormGrad(scalar.args(), scalar.rets(), spec).error().message(), "rank: expected at least 1, got 0");
 }
 
 TEST(GatedActivation) {

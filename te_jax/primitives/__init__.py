@@ -8,6 +8,9 @@ from te_jax.primitives.activation import activation as activation
 from te_jax.primitives.activation import activation_grad as activation_grad
 from te_jax.primitives.gemm import gemm as gemm
 from te_jax.primitives.norm import norm as norm
+from te_jax.primitives.norm_grad import NormGradOut as NormGradOut
+from te_jax.primitives.norm_grad import norm_grad as norm_grad
+from te_jax.primitives.norm_grad import norm_grad_reference as norm_grad_reference
 from te_jax.primitives.quantize import dequantize as dequantize
 from te_jax.primitives.quantize import quantize as quantize
 from te_jax.primitives.quantizing import QuantizeOut as QuantizeOut
@@ -15,6 +18,7 @@ from te_jax.primitives.spec import ActivationGradSpec as ActivationGradSpec
 from te_jax.primitives.spec import ActivationSpec as ActivationSpec
 from te_jax.primitives.spec import DequantizeSpec as DequantizeSpec
 from te_jax.primitives.spec import GemmSpec as GemmSpec
+from te_jax.primitives.spec import NormGradSpec as NormGradSpec
 from te_jax.primitives.spec import NormSpec as NormSpec
 from te_jax.primitives.spec import QuantizeSpec as QuantizeSpec
 

@@ -87,6 +87,19 @@ class NormSpec(QuantizingSpec):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NormGradSpec(Spec):
+    """``norm_grad(dy [*lead, C], x [*lead, C], gamma [C], [mean f32[*lead]], rstd f32[*lead], [dres [*lead, C]])``.
+
+    mean for layernorm only, dres if ``residual``. Results: dx [*lead, C] in x's dtype, dgamma f32[C], and for layernorm
+    dbeta f32[C].
+    """
+
+    kind: str = "rmsnorm"
+    zero_centered_gamma: bool = False  # gamma is that of a norm that multiplied by 1 + gamma
+    residual: bool = False  # dx = the norm's gradient + dres, rounded once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationSpec(QuantizingSpec):
     """``activation(x, scale f32[])``: x [*lead, C], or [*lead, 2C] for a gated kind: act(x[:C]) * x[C:]."""
 

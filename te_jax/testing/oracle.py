@@ -48,6 +48,18 @@ def norm(x, gamma, beta=None, *, epsilon: float, layernorm: bool, zero_centered:
     return y, mean[..., 0], rstd[..., 0]
 
 
+def norm_grad(dy, x, gamma, *, epsilon: float, layernorm: bool, zero_centered: bool = False):
+    """(dx, dgamma, dbeta) of ``norm`` in fp64: dx by the Jacobian of each row, no formula for a vector product."""
+    y_hat, _, rstd = norm(x, np.ones(np.shape(x)[-1]), epsilon=epsilon, layernorm=layernorm)
+    dy, size = f64(dy), np.shape(x)[-1]
+    g = dy * (f64(gamma) + zero_centered)
+    # d y_hat[i] / d x[j] = rstd (delta_ij - y_hat[i] y_hat[j] / C [- 1 / C])
+    jacobian = np.eye(size) - y_hat[..., :, None] * y_hat[..., None, :] / size - (1 / size if layernorm else 0)
+    dx = np.einsum("...i,...ij->...j", g, jacobian) * rstd[..., None]
+    lead = tuple(range(dy.ndim - 1))
+    return dx, (dy * y_hat).sum(lead), dy.sum(lead)
+
+
 def activation(kind: str, x) -> np.ndarray:
     """act(x) in fp64; GELU is the tanh approximation."""
     x = f64(x)

@@ -17,7 +17,7 @@ from te_jax.primitives.definition import DEFINITIONS
 from te_jax.testing import aot
 
 SCALE = jax.ShapeDtypeStruct((), jnp.float32)
-SHAPES = [(16, 16), (2, 128, 64), (129, 272), (3, 5, 4096), (1, 16)]
+SHAPES = [(16, 16), (2, 128, 64), (129, 272), (3, 5, 4096), (1, 16), (64, 16384)]
 FLAGS = [
     dict(zip(("data_t", "dbias", "amax", "hp"), flags, strict=True))
     for flags in itertools.product((False, True), repeat=4)
@@ -45,6 +45,8 @@ def passes(shape, flags):
         x = array(*(doubled(shape) if gated else shape))
         yield P.ActivationSpec(kind=kind, **common), (x, SCALE), shape
         yield P.ActivationGradSpec(kind=kind, **common), (array(*shape), x, SCALE), x.shape
+    for kind in ("rmsnorm", "layernorm"):
+        yield P.NormGradSpec(kind=kind), (array(*shape), array(*shape)), shape
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -54,7 +56,8 @@ def test_python_and_cpp_agree_on_the_size(shape):
         for spec, operands, written in passes(shape, flags):
             definition = DEFINITIONS[type(spec)]
             rows, cols = math.prod(written[:-1]), written[-1]
-            expected = module.workspace_bytes(definition.name, rows, cols, spec.dbias)
+            two_sums = spec.kind == "layernorm" if definition.name == "norm_grad" else spec.dbias
+            expected = module.workspace_bytes(definition.name, rows, cols, two_sums)
             assert definition.workspace(spec, *operands) == expected, spec
     gemm = DEFINITIONS[P.GemmSpec]
     assert gemm.workspace(P.GemmSpec()) == module.workspace_bytes("gemm", 16, 16, False)

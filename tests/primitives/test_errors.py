@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from te_jax import primitives
-from te_jax.primitives import ActivationGradSpec, ActivationSpec, DequantizeSpec, GemmSpec, NormSpec, QuantizeSpec
+from te_jax.primitives import (
+    ActivationGradSpec,
+    ActivationSpec,
+    DequantizeSpec,
+    GemmSpec,
+    NormGradSpec,
+    NormSpec,
+    QuantizeSpec,
+)
 
 S = np.float32(1)
 Q = QuantizeSpec(format="e4m3")
@@ -31,6 +39,17 @@ def gemm(lhs=None, rhs=None, spec=None, **operands):
 
 def norm(gamma, beta=None, **spec):
     return primitives.norm(ones(16, 32), gamma, beta, S, NormSpec(format="e4m3", **spec))
+
+
+def norm_grad(dy=None, x=None, gamma=None, mean=None, rstd=None, dres=None, **spec):
+    given = (
+        ones(16, 32) if dy is None else dy,
+        ones(16, 32) if x is None else x,
+        ones(32) if gamma is None else gamma,
+        mean,
+        ones(16, dtype=jnp.float32) if rstd is None else rstd,
+    )
+    return primitives.norm_grad(*given, NormGradSpec(**spec), dres=dres)
 
 
 CASES = [
@@ -76,6 +95,40 @@ CASES = [
         lambda: norm(ones(32), ones(32, dtype=jnp.float32), kind="layernorm"),
         TypeError,
         "te_jax.norm: beta: expected gamma's dtype bfloat16, got float32",
+    ),
+    (
+        lambda: norm_grad(kind="batchnorm"),
+        ValueError,
+        "te_jax.norm_grad: kind: expected rmsnorm or layernorm, got batchnorm",
+    ),
+    (lambda: norm_grad(dy=ones()), ValueError, "te_jax.norm_grad: dy: expected rank at least 1, got shape ()"),
+    (
+        lambda: norm_grad(x=ones(16, 32, dtype=jnp.float32)),
+        TypeError,
+        "te_jax.norm_grad: x: expected dy's dtype bfloat16, got float32",
+    ),
+    (lambda: norm_grad(x=ones(8, 32)), ValueError, "te_jax.norm_grad: x: expected shape (16, 32), got (8, 32)"),
+    (lambda: norm_grad(gamma=ones(16)), ValueError, "te_jax.norm_grad: gamma: expected shape (32,), got (16,)"),
+    (lambda: norm_grad(rstd=ones(16)), TypeError, "te_jax.norm_grad: rstd: expected dtype float32, got bfloat16"),
+    (
+        lambda: norm_grad(rstd=ones(16, 1, dtype=jnp.float32)),
+        ValueError,
+        "te_jax.norm_grad: rstd: expected shape (16,), got (16, 1)",
+    ),
+    (
+        lambda: norm_grad(kind="layernorm"),
+        ValueError,
+        "te_jax.norm_grad: mean: expected an array for this spec, got None",
+    ),
+    (
+        lambda: norm_grad(dres=ones(16, 32)),
+        ValueError,
+        "te_jax.norm_grad: dres: expected None for this spec, got an array",
+    ),
+    (
+        lambda: norm_grad(dres=ones(16, 16), residual=True),
+        ValueError,
+        "te_jax.norm_grad: dres: expected shape (16, 32), got (16, 16)",
     ),
     (
         lambda: primitives.activation(ones(16, 33), S, ActivationSpec(format="e4m3", kind="swiglu")),

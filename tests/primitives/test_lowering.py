@@ -13,6 +13,7 @@ from te_jax.primitives import (
     ActivationSpec,
     DequantizeSpec,
     GemmSpec,
+    NormGradSpec,
     NormSpec,
     QuantizeSpec,
 )
@@ -56,6 +57,14 @@ CASES = {
         (shape(16, 32), shape(32, dtype=F32), shape(32, dtype=F32), SCALAR),
         "(tensor<16x32xbf16>, tensor<32xf32>, tensor<32xf32>, tensor<f32>) -> "
         "(tensor<2176xui8>, tensor<16x32xf8E4M3FN>, tensor<f32>, tensor<f32>, tensor<16xf32>, tensor<16xf32>)",
+    ),
+    "norm_grad": (
+        lambda dy, x, g, m, r, d: primitives.norm_grad(
+            dy, x, g, m, r, NormGradSpec(kind="layernorm", residual=True), dres=d
+        ),
+        (shape(2, 8, 32), shape(2, 8, 32), shape(32, dtype=F32), *[shape(2, 8, dtype=F32)] * 2, shape(2, 8, 32)),
+        "(tensor<2x8x32xbf16>, tensor<2x8x32xbf16>, tensor<32xf32>, tensor<2x8xf32>, tensor<2x8xf32>, "
+        "tensor<2x8x32xbf16>) -> (tensor<40960xui8>, tensor<2x8x32xbf16>, tensor<32xf32>, tensor<32xf32>)",
     ),
     "activation": (
         lambda x, s: primitives.activation(x, s, ActivationSpec(format="e4m3", kind="swiglu", hp=True)),

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from te_jax import compat, primitives
 from te_jax.parallel import mesh as mesh_lib
-from te_jax.primitives import ActivationSpec, GemmSpec, NormSpec, QuantizeOut, QuantizeSpec
+from te_jax.primitives import ActivationSpec, GemmSpec, NormGradSpec, NormSpec, QuantizeOut, QuantizeSpec
 from te_jax.testing import hlo, oracle
 
 UNSEEDED = np.float32(0)
@@ -110,6 +110,64 @@ def test_norm(kind):
     assert {c.operands[0] for c in hlo.custom_calls(text)} == {("bf16", (2, 32, 32))}
     assert set(hlo.count_collectives(text)) == {"all-reduce"}
     assert spec_of(got.rstd) == spec_of(got.mean) == P("a", "b")
+
+
+def norm_grad_case():
+    """(function of dy, x, mean, rstd, dres; these operands)"""
+    dy, x, dres = (normal((8, 64, 32), seed=seed) for seed in range(3))
+    gamma, x64 = normal(32, seed=3), oracle.f64(x)
+    mean, rstd = np.float32(x64.mean(-1)), np.float32(1 / x64.std(-1))
+    spec = NormGradSpec(kind="layernorm", residual=True)
+
+    def function(dy, x, mean, rstd, dres):
+        return primitives.norm_grad(dy, x, gamma, mean, rstd, spec, dres=dres)
+
+    return function, (dy, x, mean, rstd, dres)
+
+
+def assert_equal_grads(got, want):
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(oracle.f64(a), oracle.f64(b), rtol=1e-4, atol=1e-4)
+
+
+@COMPILER_CHOOSES
+def test_norm_grad(kind):
+    function, operands = norm_grad_case()
+    mesh = make_mesh(kind, kind)
+    with jax.set_mesh(mesh):
+        got, text = compile_and_run(function, *(put(mesh, x, "a", "b") for x in operands))
+    assert_equal_grads(got, function(*operands))
+    (call,) = hlo.custom_calls(text)
+    assert call.operands[0] == ("bf16", (2, 32, 32))
+    assert set(hlo.count_collectives(text)) == {"all-reduce"}
+    assert [spec_of(x) for x in got] == [P("a", "b"), P(), P()]
+
+
+def test_norm_grad_needs_whole_rows():
+    function, operands = norm_grad_case()
+    mesh = make_mesh(AxisType.Auto, AxisType.Auto)
+    specs = [("a", None, "b"), ("a", None, "b"), ("a",), ("a",), ("a", None, "b")]
+    with jax.set_mesh(mesh):
+        got, text = compile_and_run(function, *(put(mesh, x, *s) for x, s in zip(operands, specs, strict=True)))
+    assert_equal_grads(got, function(*operands))
+    assert {c.operands[0][1][-1] for c in hlo.custom_calls(text)} == {32}
+
+
+def test_norm_grad_manual():
+    function, operands = norm_grad_case()
+    mesh, types = make_mesh(AxisType.Auto, AxisType.Auto), {}
+
+    def shard(*operands):
+        dx, *sums = function(*operands)
+        types.update(dx=compat.varying_axes(dx), sums=compat.varying_axes(sums[0]))
+        return dx, *(jax.lax.psum(s, ("a", "b")) for s in sums)
+
+    mapped = jax.shard_map(shard, mesh=mesh, in_specs=P("a", "b"), out_specs=(P("a", "b"), P(), P()))
+    got, text = compile_and_run(mapped, *operands)
+    assert_equal_grads(got, function(*operands))
+    assert types == {"dx": {"a", "b"}, "sums": {"a", "b"}}
+    (call,) = hlo.custom_calls(text)
+    assert call.operands[0] == ("bf16", (2, 32, 32))
 
 
 @COMPILER_CHOOSES

@@ -13,6 +13,7 @@ from te_jax.primitives import (
     ActivationSpec,
     DequantizeSpec,
     GemmSpec,
+    NormGradSpec,
     NormSpec,
     QuantizeSpec,
 )
@@ -134,6 +135,50 @@ def test_norm(kind, zero_centered, dtype):
         quantized = primitives.quantize(out.hp, SEED, QuantizeSpec(format="e4m3", amax=True))
         assert_same_bits(out.data, quantized.data)  # fusing changes nothing
         assert_same_bits(out.amax, quantized.amax)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("kind", "zero_centered"), [("rmsnorm", False), ("rmsnorm", True), ("layernorm", False)])
+def test_norm_grad(kind, zero_centered, residual, dtype):
+    dy, x, dres = (normal((2, 16, 64), dtype, seed=seed) for seed in range(3))
+    gamma, layernorm = normal(64, seed=3), kind == "layernorm"
+    spec = NormGradSpec(kind=kind, zero_centered_gamma=zero_centered, residual=residual)
+    options = {"epsilon": 1e-5, "layernorm": layernorm, "zero_centered": zero_centered}
+    _, mean, rstd = oracle.norm(x, gamma, **options)
+    want = oracle.norm_grad(dy, x, gamma, **options)
+
+    def function(dy, x, gamma, mean, rstd, dres):
+        mean, dres = mean if layernorm else None, dres if residual else None
+        return primitives.norm_grad(dy, x, gamma, mean, rstd, spec, dres=dres)
+
+    for out in both(function, dy, x, gamma, np.float32(mean), np.float32(rstd), dres):
+        assert out.dx.dtype == dtype
+        dx = want[0] + (oracle.f64(dres) if residual else 0)  # rounded once: half a unit in the last place of the sum
+        np.testing.assert_allclose(oracle.f64(out.dx), dx, rtol=ulps(dtype), atol=1e-5)
+        np.testing.assert_allclose(out.dgamma, want[1], rtol=1e-5, atol=1e-5)
+        if layernorm:
+            np.testing.assert_allclose(out.dbeta, want[2], rtol=1e-5, atol=1e-5)
+        else:
+            assert out.dbeta is None
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_norm_grad_is_the_derivative_of_norm(kind):
+    x, dy, gamma, beta = normal((3, 5, 48), jnp.float32), *(normal(s, jnp.float32) for s in ((3, 5, 48), 48, 48))
+    layernorm = kind == "layernorm"
+
+    def plain(x, gamma, beta):
+        mean = x.mean(-1, keepdims=True) if layernorm else jnp.zeros_like(x[..., :1])
+        rstd = 1 / jnp.sqrt(jnp.mean((x - mean) ** 2, -1, keepdims=True) + 1e-3)
+        return (x - mean) * rstd * gamma + (beta if layernorm else 0), (mean[..., 0], rstd[..., 0])
+
+    _, pullback, (mean, rstd) = jax.vjp(plain, x, gamma, beta, has_aux=True)
+    spec = NormGradSpec(kind=kind)
+    got = primitives.norm_grad(dy, x, gamma, mean if layernorm else None, rstd, spec)
+    for a, b in zip(got, pullback(dy), strict=True):
+        if a is not None:
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)

@@ -10,6 +10,7 @@
 #include "csrc/ffi/dequantize.h"
 #include "csrc/ffi/gemm.h"
 #include "csrc/ffi/norm.h"
+#include "csrc/ffi/norm_grad.h"
 #include "csrc/ffi/quantize.h"
 
 namespace te_jax {
@@ -61,6 +62,8 @@ TE_JAX_DEFINE_HANDLER(te_jax_cpu_dequantize, DequantizeSpec,
                       te_jax::Handle<te_jax::DequantizeSpec, te_jax::DecodeDequantize, te_jax::cpu::Dequantize>);
 TE_JAX_DEFINE_HANDLER(te_jax_cpu_norm, NormSpec,
                       te_jax::Handle<te_jax::NormSpec, te_jax::DecodeNorm, te_jax::cpu::Norm>);
+TE_JAX_DEFINE_HANDLER(te_jax_cpu_norm_grad, NormGradSpec,
+                      te_jax::Handle<te_jax::NormGradSpec, te_jax::DecodeNormGrad, te_jax::cpu::NormGrad>);
 TE_JAX_DEFINE_HANDLER(te_jax_cpu_activation, ActivationSpec,
                       te_jax::Handle<te_jax::ActivationSpec, te_jax::DecodeActivation, te_jax::cpu::Activation>);
 TE_JAX_DEFINE_HANDLER(

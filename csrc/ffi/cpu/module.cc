@@ -15,6 +15,7 @@ py::dict Registrations() {
   targets["te_jax_quantize"] = te_jax::Capsule(te_jax_cpu_quantize);
   targets["te_jax_dequantize"] = te_jax::Capsule(te_jax_cpu_dequantize);
   targets["te_jax_norm"] = te_jax::Capsule(te_jax_cpu_norm);
+  targets["te_jax_norm_grad"] = te_jax::Capsule(te_jax_cpu_norm_grad);
   targets["te_jax_activation"] = te_jax::Capsule(te_jax_cpu_activation);
   targets["te_jax_activation_grad"] = te_jax::Capsule(te_jax_cpu_activation_grad);
   targets["te_jax_gemm"] = te_jax::Capsule(te_jax_cpu_gemm);

@@ -12,12 +12,14 @@
 #include "csrc/ffi/dequantize.h"
 #include "csrc/ffi/gemm.h"
 #include "csrc/ffi/norm.h"
+#include "csrc/ffi/norm_grad.h"
 #include "csrc/ffi/quantize.h"
 #include "csrc/gemm/gemm.h"
 #include "csrc/kernels/activation.h"
 #include "csrc/kernels/activation_grad.h"
 #include "csrc/kernels/dequantize.h"
 #include "csrc/kernels/norm.h"
+#include "csrc/kernels/norm_grad.h"
 #include "csrc/kernels/quantize.h"
 
 namespace te_jax {
@@ -35,6 +37,8 @@ template <>
 constexpr char kOp<DequantizeSpec>[] = "te_jax dequantize";
 template <>
 constexpr char kOp<NormSpec>[] = "te_jax norm";
+template <>
+constexpr char kOp<NormGradSpec>[] = "te_jax norm_grad";
 template <>
 constexpr char kOp<ActivationSpec>[] = "te_jax activation";
 template <>
@@ -123,6 +127,8 @@ TE_JAX_DEFINE_PASS(te_jax_cuda_quantize, QuantizeSpec, te_jax::DecodeQuantize, t
                    te_jax::kernels::LaunchQuantize);
 TE_JAX_DEFINE_PASS(te_jax_cuda_norm, NormSpec, te_jax::DecodeNorm, te_jax::kernels::NormWorkspaceBytes,
                    te_jax::kernels::LaunchNorm);
+TE_JAX_DEFINE_PASS(te_jax_cuda_norm_grad, NormGradSpec, te_jax::DecodeNormGrad,
+                   te_jax::kernels::NormGradWorkspaceBytes, te_jax::kernels::LaunchNormGrad);
 TE_JAX_DEFINE_PASS(te_jax_cuda_activation, ActivationSpec, te_jax::DecodeActivation,
                    te_jax::kernels::ActivationWorkspaceBytes, te_jax::kernels::LaunchActivation);
 TE_JAX_DEFINE_PASS(te_jax_cuda_activation_grad, ActivationGradSpec, te_jax::DecodeActivationGrad,

@@ -13,6 +13,7 @@ void SetCommandBuffers(bool enabled);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_quantize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_dequantize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_norm);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_norm_grad);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_activation);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_activation_grad);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_gemm);

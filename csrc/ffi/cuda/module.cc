@@ -7,6 +7,7 @@
 #include "csrc/kernels/activation.h"
 #include "csrc/kernels/activation_grad.h"
 #include "csrc/kernels/norm.h"
+#include "csrc/kernels/norm_grad.h"
 #include "csrc/kernels/quantize.h"
 
 #ifndef TE_JAX_CUDA_ARCHITECTURES
@@ -23,6 +24,7 @@ py::dict Registrations(bool command_buffers) {
   targets["te_jax_quantize"] = te_jax::Capsule(te_jax_cuda_quantize);
   targets["te_jax_dequantize"] = te_jax::Capsule(te_jax_cuda_dequantize);
   targets["te_jax_norm"] = te_jax::Capsule(te_jax_cuda_norm);
+  targets["te_jax_norm_grad"] = te_jax::Capsule(te_jax_cuda_norm_grad);
   targets["te_jax_activation"] = te_jax::Capsule(te_jax_cuda_activation);
   targets["te_jax_activation_grad"] = te_jax::Capsule(te_jax_cuda_activation_grad);
   targets["te_jax_gemm"] = te_jax::Capsule(te_jax_cuda_gemm);
@@ -47,6 +49,13 @@ py::dict CublasLtStatus() {
 
 // The formulas of the handlers, without their operands.
 size_t WorkspaceBytes(const std::string& op, int64_t rows, int64_t cols, bool dbias) {
+  if (op == "norm_grad") {
+    te_jax::NormGradArgs args;
+    args.rows = rows;
+    args.cols = cols;
+    args.kind = dbias ? te_jax::NormKind::kLayerNorm : te_jax::NormKind::kRMSNorm;
+    return te_jax::kernels::NormGradWorkspaceBytes(args);
+  }
   float wanted = 0.0f;
   const auto bytes = [&](auto args, auto formula) {
     args.rows = rows;
@@ -100,7 +109,7 @@ PYBIND11_MODULE(_te_jax_cuda, module) {
              "them in command buffers; what the first call says.");
   module.def("workspace_bytes", &WorkspaceBytes, py::arg("op"), py::arg("rows"), py::arg("cols"), py::arg("dbias"),
              "Bytes that the handler of \"quantize\", \"norm\", \"activation\" or \"activation_grad\" wants as workspace "
-             "for a result [rows, cols], or \"gemm\" for any.");
+             "for a result [rows, cols], of \"norm_grad\" (dbias: layernorm), or \"gemm\" for any.");
   module.def("build_info", &BuildInfo,
              "How this module was built: FFI API version, architectures, compiler, CUDA and cuBLASLt header versions.");
   module.def("cublaslt_status", &CublasLtStatus,
