@@ -17,6 +17,7 @@ REGIMES = ("auto", "explicit", "manual")
 # What a chain of two linears makes besides the calls of one device (test_plan): in front of each of its four passes
 # over activations, a pass that takes the amax of the shard where the quantizer has no history.
 CALLS = {"te_jax_norm": 2, "te_jax_activation": 2, "te_jax_activation_grad": 2, "te_jax_quantize": 4, "te_jax_gemm": 6}
+CALLS |= {"te_jax_norm_grad": 1}
 
 
 def module_of(recipe):

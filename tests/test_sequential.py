@@ -1,5 +1,7 @@
 """Sequential: parameters, extras, sharing, foreign modules, transformations, errors."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -335,7 +337,9 @@ def test_shapes_that_run_unquantized(recipe, shape):
     got = grad(module)(variables, x)
     want = grad(plain)({"params": variables["params"]}, x)
     if not isinstance(recipe, te.BlockScaling):
-        assert_trees_identical((got[0]["params"], got[1]), (want[0]["params"], want[1]))
+        # The norm is te_jax's own kernel even so, with sums in another order; quantized, the results would be far off.
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+        jax.tree.map(close, (got[0]["params"], got[1]), (want[0]["params"], want[1]))
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(got))
 
 

@@ -73,6 +73,7 @@ class MultiHeadAttention(nn.Module):
         *lead, features = x.shape  # lead: [B, T] or [T]
 
         qkv = self._chain(*self._qkv_ops((heads + 2 * kv_heads) * head_dim), name="qkv")(x)
+        qkv, *residual = qkv if self.residual else (qkv,)
         qkv = qkv.reshape(*lead, heads + 2 * kv_heads, head_dim)
         query, key, value = jnp.split(qkv, (heads, heads + kv_heads), axis=-2)  # [*lead, H | G | G, D]
         if positions is not None:
@@ -88,7 +89,7 @@ class MultiHeadAttention(nn.Module):
         context = checkpoint_name(context.reshape(*lead, heads * head_dim), "core_attn")
 
         proj = self._chain(*self._proj_ops(features), name="proj")
-        return proj(context, *((x,) if self.residual else ()), deterministic=deterministic)
+        return proj(context, *residual, deterministic=deterministic)
 
     def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> dict[str, FusionPlan]:
         """The plans of both chains for x [B, T, C] or [T, C]; options as those of ``Sequential.plan``."""
@@ -104,7 +105,8 @@ class MultiHeadAttention(nn.Module):
     @nn.nowrap
     def _qkv_ops(self, features: int):
         norm = (norm_op(self.norm, self.epsilon, name="attn_norm", caller="MultiHeadAttention"),) if self.norm else ()
-        return *norm, self._linear(features, "qkv_linear")
+        residual = (ops.MakeExtraOutput(),) if self.residual else ()
+        return *residual, *norm, self._linear(features, "qkv_linear")
 
     @nn.nowrap
     def _proj_ops(self, features: int):

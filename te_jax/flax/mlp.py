@@ -52,12 +52,13 @@ class LayerNormMLP(ChainModule, kw_only=False):
         activation = activation_op(self.activation, caller="LayerNormMLP")
         fc1_features = self.hidden_features * (2 if is_gated(self.activation) else 1)
         return (
+            *((ops.StartResidual(),) if self.residual else ()),
             norm_op(self.norm, self.epsilon, name="mlp_norm", caller="LayerNormMLP"),
             self._linear(fc1_features, "fc1"),
             activation,
             self._linear(self.features, "fc2"),
             *((ops.Dropout(self.dropout_rate),) if self.dropout_rate else ()),
-            *((ops.AddExtraInput(),) if self.residual else ()),
+            *((ops.AddResidual(),) if self.residual else ()),
         )
 
     @nn.compact
@@ -70,11 +71,11 @@ class LayerNormMLP(ChainModule, kw_only=False):
             raise ValueError(
                 f"LayerNormMLP: residual=True needs features == x.shape[-1], got features={self.features}, x {x.shape}"
             )
-        return super().__call__(x, x, deterministic=deterministic)
+        return super().__call__(x, deterministic=deterministic)
 
     def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> FusionPlan:  # type: ignore[override]
         """The chain's plan for x [*lead, K]; options as those of ``Sequential.plan``."""
-        return super().plan(x, *((x,) if self.residual else ()), **options)
+        return super().plan(x, **options)
 
     @nn.nowrap
     def _linear(self, features: int, name: str):

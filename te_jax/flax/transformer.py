@@ -21,9 +21,10 @@ from te_jax.recipe import Recipe
 class TransformerLayer(nn.Module):
     """h = x + attn(norm(x)); y = h + mlp(norm(h)), for x [B, T, C] or [T, C].
 
-    Both residual adds are the last op of a chain, so the GEMM before them accumulates into the residual. Children:
-    ``attn`` (MultiHeadAttention) and ``mlp`` (LayerNormMLP). Works in ``nn.remat``, and in ``nn.scan`` over layers with
-    ``variable_axes={"params": 0, te.state.COLLECTION: 0}`` inside a module that returns ``(y, None)`` (README).
+    Both residual adds are the last op of a chain, so the GEMM before them accumulates into the residual; the gradients
+    are added to those of the norms, in one kernel. Children: ``attn`` (MultiHeadAttention) and ``mlp`` (LayerNormMLP).
+    Works in ``nn.remat``, and in ``nn.scan`` over layers with ``variable_axes={"params": 0, te.state.COLLECTION: 0}``
+    inside a module that returns ``(y, None)`` (README).
 
     Attributes:
       num_heads: query heads.

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax import compat, errors
 from te_jax.fusion.fuser import RunPlan, plan_run
-from te_jax.fusion.pattern import Rule
+from te_jax.fusion.pattern import Rule, Step
 from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo, Used
 from te_jax.parallel import mesh
 from te_jax.quant import state as fp8_state
@@ -73,7 +73,7 @@ def execute(
 @compat.numpy_promotion()
 def _run(run: Run, params, state, keys, x, extras):
     y, contexts = _forward(run, params, _read(run, state), keys, x, extras, train=False)
-    return y, _extra_outputs(contexts)
+    return y, leaving(run, [ctx.extra_outputs for ctx in contexts])
 
 
 @compat.numpy_promotion()
@@ -85,7 +85,7 @@ def _run_fwd(run: Run, params, state, keys, x, extras):
     # What was read of the state is kept for the backward pass: it is small, and compiling it twice would take longer
     # than compiling the rest of the chain.
     residuals = (params, state, view, keys, kinds, saved, [ctx.used for ctx in contexts])
-    return (y, _extra_outputs(contexts)), residuals
+    return (y, leaving(run, [ctx.extra_outputs for ctx in contexts])), residuals
 
 
 def _apart(saved: Array) -> Array:
@@ -103,8 +103,8 @@ def _run_bwd(run: Run, residuals, cotangents):
     dy, extra_output_grads = cotangents
     contexts = backward_contexts(run, params, keys, saved, extra_output_grads, _scales(run, view))
     for step in run.plan.backward:
-        dy = step(contexts, dy)
-    extra_grads = tuple(g for ctx in contexts for g in ctx.extra_input_grads)
+        dy = backward_step(run, step, contexts, dy)
+    extra_grads = leaving(run, [ctx.extra_input_grads for ctx in contexts])
     dx, extra_grads = jax.tree.map(lambda kind, g: kind.match(g), kinds, (dy, extra_grads), is_leaf=_is_kind)
     state_grad = _new_state(run, state, view, [{**f, **ctx.used} for f, ctx in zip(used, contexts, strict=True)])
     return _param_grads(params, contexts), state_grad, None, dx, extra_grads
@@ -132,12 +132,28 @@ def backward_contexts(run: Run, params, keys, saved, extra_output_grads, scales)
 def _forward(run: Run, params, view: StateView | None, keys, x, extras, *, train: bool):
     contexts = forward_contexts(run, params, keys, extras, _scales(run, view), train=train)
     for step in run.plan.forward:
-        x = step(contexts, x)
+        x = forward_step(run, step, contexts, x)
     return x, contexts
 
 
-def _extra_outputs(contexts: list[ForwardContext]) -> tuple[Array, ...]:
-    return tuple(out for ctx in contexts for out in ctx.extra_outputs)
+def forward_step(run: Run, step: Step, contexts: list[ForwardContext], x: Any) -> Any:
+    """Runs a step, after handing on what residuals inside of the run have kept."""
+    for start, add in run.plan.residuals:
+        contexts[add].extra_inputs = contexts[start].extra_outputs
+    return step(contexts, x)
+
+
+def backward_step(run: Run, step: Step, contexts: list[BackwardContext], dy: Any) -> Any:
+    """Runs a step, after handing back the cotangents of what residuals inside of the run have kept."""
+    for start, add in run.plan.residuals:
+        contexts[start].extra_output_grads = contexts[add].extra_input_grads
+    return step(contexts, dy)
+
+
+def leaving(run: Run, extras: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Of the extra values of every link those that leave the run."""
+    inside = {link for pair in run.plan.residuals for link in pair}
+    return tuple(value for link, values in enumerate(extras) if link not in inside for value in values)
 
 
 def _param_grads(params: Params, contexts: list[BackwardContext]) -> dict[str, dict[str, Array]]:

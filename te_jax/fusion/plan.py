@@ -7,13 +7,22 @@ are listed. So a plan can't differ from the program, and a test compares it with
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 
 from te_jax import compat
-from te_jax.fusion.execute import Run, _read, _scales, backward_contexts, forward_contexts
+from te_jax.fusion.execute import (
+    Run,
+    _read,
+    _scales,
+    backward_contexts,
+    backward_step,
+    forward_contexts,
+    forward_step,
+    leaving,
+)
 from te_jax.fusion.pattern import Step
 from te_jax.primitives import TARGETS, library, support
 from te_jax.recipe import Recipe
@@ -21,16 +30,21 @@ from te_jax.recipe import Recipe
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStep:
-    """One step: the links it runs, what it does, the custom calls it makes, and what kept it from more."""
+    """One step: the links it runs, what it does, the custom calls it makes, and what kept it from more.
+
+    ``computes``: False for a step that only hands values on.
+    """
 
     ops: tuple[str, ...]
     name: str
     custom_calls: tuple[str, ...]
     writes_fp8: bool
     notes: tuple[str, ...]
+    computes: bool = True
 
     def __str__(self) -> str:
-        calls = _with_counts(self.custom_calls) if self.custom_calls else "XLA"
+        without = "XLA" if self.computes else "nothing to compute"
+        calls = _with_counts(self.custom_calls) if self.custom_calls else without
         fp8 = ", writes FP8" if self.writes_fp8 else ""
         lines = [f"{' + '.join(self.ops)}: {self.name}{fp8} [{calls}]"]
         lines += [f"      {note}" for note in self.notes]
@@ -101,38 +115,49 @@ def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[Plann
     scales = jax.eval_shape(lambda s: _scales(run, _read(run, s)), state)
 
     arrays = (params, keys, extras, scales)
-    left: list[tuple[Any, tuple]] = [((), ())] * len(run.links)  # what each link saved, and its extra outputs
+    nothing: list[tuple] = [()] * len(run.links)
+    saved, outputs = nothing, nothing  # of each link: what it saved, and its extra outputs
     forward, value = [], x
     for step in run.plan.forward:
 
-        def forward_step(arrays, value, step=step):
+        def traced_forward(arrays, outputs, value, step=step):
             contexts = forward_contexts(run, *arrays, train=train)
-            value = step(contexts, value)
-            return value, [(ctx.saved, ctx.extra_outputs) for ctx in contexts]
+            for ctx, kept in zip(contexts, outputs, strict=True):
+                ctx.extra_outputs = kept
+            value = forward_step(run, step, contexts, value)
+            return value, [ctx.saved for ctx in contexts], [ctx.extra_outputs for ctx in contexts]
 
-        calls, (value, out) = _trace(forward_step, arrays, value)
-        left = [new if i in step.links else old for i, (old, new) in enumerate(zip(left, out, strict=True))]
-        forward.append(_planned(run, step, calls, value, backward=False))
+        what, (value, new_saved, outputs) = _trace(traced_forward, arrays, outputs, value)
+        saved = [new if i in step.links else old for i, (old, new) in enumerate(zip(saved, new_saved, strict=True))]
+        forward.append(_planned(run, step, what, value, backward=False))
     if not train:
         return forward, []
-    saved, extra_grads = [kept for kept, _ in left], [g for _, outputs in left for g in outputs]
-    backward = []
+    backward, grads = [], nothing  # of each link: the cotangents of its extra inputs
     for step in run.plan.backward:
 
-        def backward_step(arrays, saved, extra_grads, value, step=step):
+        def traced_backward(arrays, saved, extra_grads, grads, value, step=step):
             params, keys, _, scales = arrays
             contexts = backward_contexts(run, params, keys, saved, extra_grads, scales)
-            value = step(contexts, value)
-            return value, [(ctx.param_grads, ctx.extra_input_grads) for ctx in contexts]
+            for ctx, kept in zip(contexts, grads, strict=True):
+                ctx.extra_input_grads = kept
+            value = backward_step(run, step, contexts, value)
+            return value, [ctx.extra_input_grads for ctx in contexts], [ctx.param_grads for ctx in contexts]
 
-        calls, (value, _) = _trace(backward_step, arrays, saved, extra_grads, value)
-        backward.append(_planned(run, step, calls, value, backward=True))
+        what, (value, grads, _) = _trace(traced_backward, arrays, saved, leaving(run, outputs), grads, value)
+        backward.append(_planned(run, step, what, value, backward=True))
     return forward, backward
 
 
-def _trace(fn, *avals) -> tuple[tuple[str, ...], Any]:
+def _trace(fn, *avals) -> tuple[_Traced, Any]:
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*avals)
-    return tuple(_custom_calls(jaxpr.jaxpr)), shapes
+    return _Traced(tuple(_custom_calls(jaxpr.jaxpr)), computes=bool(jaxpr.jaxpr.eqns)), shapes
+
+
+class _Traced(NamedTuple):
+    """What a step does: the custom calls it makes, and whether it computes anything."""
+
+    custom_calls: tuple[str, ...]
+    computes: bool
 
 
 def _custom_calls(jaxpr) -> list[str]:
@@ -152,17 +177,22 @@ def _custom_calls(jaxpr) -> list[str]:
     return calls
 
 
-def _planned(run: Run, step: Step, calls: tuple[str, ...], value: Any, *, backward: bool) -> PlannedStep:
+def _planned(run: Run, step: Step, what: _Traced, value: Any, *, backward: bool) -> PlannedStep:
     refusals = run.plan.backward_refusals if backward else run.plan.forward_refusals
     links = [run.links[i] for i in step.links]
     notes = [f"not quantized: {info.why_unquantized}" for info in links if info.why_unquantized]
     unquantized = {info.why_unquantized for info in run.links}
     notes += [f"no {r.rule}: {r.reason}" for r in refusals if r.links[0] in step.links and r.reason not in unquantized]
-    if "te_jax_gemm" in calls:
+    if "te_jax_gemm" in what.custom_calls:
         notes.append(_accumulation(links[0].quantizing_recipe, ("dgrad", "wgrad") if backward else ("fprop",)))
     writes_fp8 = not isinstance(value, Array | jax.ShapeDtypeStruct)
     return PlannedStep(
-        tuple(info.label for info in links), step.name, calls, writes_fp8, tuple(n for n in dict.fromkeys(notes) if n)
+        tuple(info.label for info in links),
+        step.name,
+        what.custom_calls,
+        writes_fp8,
+        tuple(n for n in dict.fromkeys(notes) if n),
+        what.computes,
     )
 
 

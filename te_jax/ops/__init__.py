@@ -19,4 +19,6 @@ from te_jax.ops.misc import Reshape as Reshape
 from te_jax.ops.norm import LayerNorm as LayerNorm
 from te_jax.ops.norm import RMSNorm as RMSNorm
 from te_jax.ops.residual import AddExtraInput as AddExtraInput
+from te_jax.ops.residual import AddResidual as AddResidual
 from te_jax.ops.residual import MakeExtraOutput as MakeExtraOutput
+from te_jax.ops.residual import StartResidual as StartResidual

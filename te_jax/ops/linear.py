@@ -33,6 +33,7 @@ from te_jax.ops.base import (
 )
 from te_jax.ops.bias import Bias
 from te_jax.ops.block_linear import block_backward, block_forward
+from te_jax.ops.residual import add_cotangents, addable
 from te_jax.parallel import explicit, mesh
 from te_jax.primitives.spec import GemmSpec, QuantizeSpec
 from te_jax.quant.tensor import QTensor
@@ -186,21 +187,29 @@ def forward(ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, 
     return _constrained(info, y.astype(dtype))
 
 
-def backward(ctx: BackwardContext, dy: Array | QTensor) -> Array:
-    """dx [*lead, K]; dw [K, N] goes to ``ctx.param_grads``. dy may come quantized from its producer."""
+def backward(ctx: BackwardContext, dy: Array | QTensor, c: Array | None = None) -> Array:
+    """dx [*lead, K] (+ c); dw [K, N] goes to ``ctx.param_grads``. dy may come quantized from its producer."""
     info, kernel = ctx.info, ctx.params["kernel"]
     if not info.quantized:
         assert not isinstance(dy, QTensor)
+        assert c is None
         return _high_precision_backward(ctx, dy)
     if isinstance(info.recipe, BlockScaling):
         assert not isinstance(dy, QTensor)
+        assert c is None
         return block_backward(ctx, dy)
     dtype = info.x_type.dtype
     x_t, x_scale_inv, kernel_data, kernel_scale_inv = ctx.saved
     dy_q = dy if isinstance(dy, QTensor) else quantize_operand(ctx, "dy", dy)[0]
-    dgrad = GemmSpec(out_dtype=gemm_dtype(dtype), fast_accumulation=info.quantizing_recipe.fast_accumulation("dgrad"))
     dy_data, dy_t = required(dy_q.data, "linear", "dy.data"), required(dy_q.data_t, "linear", "dy.data_t")
-    dx, _ = primitives.gemm(dy_data, kernel_data, dgrad, lhs_scale_inv=dy_q.scale_inv, rhs_scale_inv=kernel_scale_inv)
+    scales = {"lhs_scale_inv": dy_q.scale_inv, "rhs_scale_inv": kernel_scale_inv}
+    in_gemm = c is not None and addable(c, dy_data, kernel_data, *scales.values())
+    dgrad = GemmSpec(
+        out_dtype=gemm_dtype(dtype),
+        beta=1.0 if in_gemm else 0.0,
+        fast_accumulation=info.quantizing_recipe.fast_accumulation("dgrad"),
+    )
+    dx, _ = primitives.gemm(dy_data, kernel_data, dgrad, c=c if in_gemm else None, **scales)
     wgrad = GemmSpec(
         contract_dims=len(info.x_type.shape) - 1,
         out_dtype=gemm_dtype(kernel.dtype),
@@ -208,14 +217,15 @@ def backward(ctx: BackwardContext, dy: Array | QTensor) -> Array:
     )
     dw, _ = primitives.gemm(x_t, dy_t, wgrad, lhs_scale_inv=x_scale_inv, rhs_scale_inv=dy_q.scale_inv)
     ctx.param_grads["kernel"] = dw.astype(kernel.dtype)
-    return dx.astype(dtype)
+    dx = dx.astype(dtype)
+    return dx if c is None or in_gemm else add_cotangents(dx, c)
 
 
-def backward_with_bias(ctx: BackwardContext, bias_ctx: BackwardContext, dy: Array) -> Array:
+def backward_with_bias(ctx: BackwardContext, bias_ctx: BackwardContext, dy: Array, c: Array | None = None) -> Array:
     """As ``backward``; the bias gradient is a by-product of quantizing dy, so dy is read once."""
     dy_q, dbias = quantize_operand(ctx, "dy", dy, dbias=True)
     bias_ctx.param_grads["bias"] = required(dbias, "linear", "dbias").astype(bias_ctx.params["bias"].dtype)
-    return backward(ctx, dy_q)
+    return backward(ctx, dy_q, c)
 
 
 def gemm_dtype(dtype: Any) -> str:

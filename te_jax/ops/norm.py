@@ -9,7 +9,8 @@ Backward, with x^ = (x - mean) rstd, g = dy gamma, and means over the last dimen
 
   dx = rstd (g - x^ mean(g x^) [- mean(g) for LayerNorm])    dgamma = sum dy x^    dbeta = sum dy
 
-It saves x and the statistics.
+It saves x and the statistics. In a chain with a recipe both directions are primitives; without one they are jnp, which
+has second derivatives.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from jax import Array, lax
 from jax.nn import initializers
 
 from te_jax import primitives
-from te_jax.ops.base import BackwardContext, ForwardContext, Initializer, Op, ParamSpec, TensorType, sum_over_lead
+from te_jax.errors import required
+from te_jax.ops.base import BackwardContext, ForwardContext, Initializer, Op, ParamSpec, TensorType
+from te_jax.ops.residual import add_cotangents, addable
 from te_jax.parallel import mesh
-from te_jax.primitives.spec import NormSpec
+from te_jax.primitives.spec import NormGradSpec, NormSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,17 +43,16 @@ class _Norm(Op):
         default = initializers.zeros if self.zero_centered_gamma else initializers.ones
         return (ParamSpec("scale", (x.shape[-1],), self.scale_init or default),)
 
-    def _gamma(self, scale: Array) -> Array:
-        gamma = scale.astype(jnp.float32)
-        return 1.0 + gamma if self.zero_centered_gamma else gamma
-
     def forward(self, ctx: ForwardContext, x: Array) -> Array:
+        if ctx.info.recipe is not None:
+            wanted = {"format": ctx.info.recipe.format("x").name, "hp": True, "data": False}
+            return required(self._pass(ctx, x, jnp.zeros((), jnp.float32), wanted).hp, "norm", "hp")
         x32 = x.astype(jnp.float32)
         mean = jnp.mean(x32, axis=-1) if self.centered else None
         if mean is not None:
             x32 = x32 - mean[..., None]
         rstd = lax.rsqrt(jnp.mean(x32 * x32, axis=-1) + self.epsilon)
-        y = x32 * rstd[..., None] * self._gamma(ctx.params["scale"])
+        y = x32 * rstd[..., None] * (ctx.params["scale"].astype(jnp.float32) + self.zero_centered_gamma)
         if self.centered:
             y = y + ctx.params["bias"].astype(jnp.float32)
         ctx.saved = (x, mean, rstd)
@@ -60,12 +62,16 @@ class _Norm(Op):
         self, ctx: ForwardContext, x: Array, scale: Array, quantizing: dict[str, Any]
     ) -> primitives.QuantizeOut:
         """The result in FP8 only, as the linear after it wants it (``quantizing``), in one pass over x."""
+        return self._pass(ctx, x, scale, quantizing)
+
+    def _pass(self, ctx: ForwardContext, x: Array, scale: Array, wanted: dict[str, Any]) -> primitives.QuantizeOut:
+        """The results of a QuantizingSpec that are ``wanted``."""
         spec = NormSpec(
             kind=self.kind,
             epsilon=self.epsilon,
             zero_centered_gamma=self.zero_centered_gamma,
             stats=ctx.train,
-            **quantizing,
+            **wanted,
         )
         axes = mesh.amax_axes(x, scale, ctx.info.recipe)
         out = primitives.norm(x, ctx.params["scale"], ctx.params.get("bias"), scale, spec, amax_axes=axes)
@@ -73,18 +79,23 @@ class _Norm(Op):
         return out
 
     def backward(self, ctx: BackwardContext, dy: Array) -> Array:
+        return self._grad(ctx, dy, None)
+
+    def backward_and_add(self, ctx: BackwardContext, dy: Array, dres: Array) -> Array:
+        """The sum of x's cotangent and of ``dres``, which reaches x past the norm, rounded once where it can be."""
+        if addable(dres, dy, ctx.params["scale"], *ctx.saved):
+            return self._grad(ctx, dy, dres)
+        return add_cotangents(self._grad(ctx, dy, None), dres)
+
+    def _grad(self, ctx: BackwardContext, dy: Array, dres: Array | None) -> Array:
         x, mean, rstd = ctx.saved
-        x32, dy32 = x.astype(jnp.float32), dy.astype(jnp.float32)
-        if mean is not None:
-            x32 = x32 - mean[..., None]
-        x_hat = x32 * rstd[..., None]
-        g = dy32 * self._gamma(ctx.params["scale"])
-        dx = g - x_hat * jnp.mean(g * x_hat, axis=-1, keepdims=True)
-        if self.centered:
-            dx = dx - jnp.mean(g, axis=-1, keepdims=True)
-            ctx.param_grads["bias"] = sum_over_lead(dy32, ctx.params["bias"].dtype)
-        ctx.param_grads["scale"] = sum_over_lead(dy32 * x_hat, ctx.params["scale"].dtype)
-        return (dx * rstd[..., None]).astype(x.dtype)
+        spec = NormGradSpec(kind=self.kind, zero_centered_gamma=self.zero_centered_gamma, residual=dres is not None)
+        norm_grad = primitives.norm_grad_reference if ctx.info.recipe is None else primitives.norm_grad
+        out = norm_grad(dy, x, ctx.params["scale"], mean, rstd, spec, dres=dres)
+        ctx.param_grads["scale"] = out.dgamma.astype(ctx.params["scale"].dtype)
+        if out.dbeta is not None:
+            ctx.param_grads["bias"] = out.dbeta.astype(ctx.params["bias"].dtype)
+        return out.dx
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,13 @@
-"""Residual connections inside a chain: values that enter and leave it beside the main path."""
+"""Residuals: values that enter and leave a chain beside the main path, or branch off and join inside of it."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import ClassVar
 
-from jax import Array
+from jax import Array, lax
 
+from te_jax import compat
 from te_jax.errors import check_value
 from te_jax.ops.base import BackwardContext, ForwardContext, Op
 
@@ -36,7 +37,8 @@ class AddExtraInput(Op):
 class MakeExtraOutput(Op):
     """Hands x on and also returns it from the chain as an extra output; their cotangents are summed.
 
-    ``in_place`` permits a linear after it to add its input gradient to that of the extra output inside the GEMM.
+    ``in_place`` permits a linear or norm after it to add its input gradient to that of the extra output in its own
+    kernel: one rounding instead of two.
     """
 
     in_place: bool = True
@@ -48,4 +50,42 @@ class MakeExtraOutput(Op):
 
     def backward(self, ctx: BackwardContext, dy: Array) -> Array:
         (extra_grad,) = ctx.extra_output_grads
-        return dy + extra_grad
+        return add_cotangents(dy, extra_grad)
+
+
+@dataclasses.dataclass(frozen=True)
+class StartResidual(MakeExtraOutput):
+    """Keeps x for the AddResidual that closes it: ``[StartResidual(), *branch, AddResidual()]`` is y = x + branch(x).
+
+    The two pair like brackets, and may be nested. What is between them has to be ops, in one chain.
+    """
+
+    num_extra_outputs: ClassVar[int] = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class AddResidual(AddExtraInput):
+    """y = x + what the StartResidual before it kept, of x's shape; ``in_place`` as for AddExtraInput."""
+
+    num_extra_inputs: ClassVar[int] = 0
+
+
+def add_cotangents(a: Array, b: Array) -> Array:
+    """The sum of two cotangents of one value.
+
+    Inside of ``shard_map`` one may vary over a manual axis that the other doesn't vary over: then it is one device's
+    part of a sum, and the other is a whole, which is to be counted once.
+    """
+    a_axes, b_axes = compat.varying_axes(a), compat.varying_axes(b)
+    a, b = _summed(a, a_axes - b_axes), _summed(b, b_axes - a_axes)
+    return a + b
+
+
+def addable(cotangent: Array, *operands: Array | None) -> bool:
+    """Whether ``cotangent`` can be added in the kernel that computes another one of ``operands``, without a psum."""
+    axes = (compat.varying_axes(operand) for operand in operands if operand is not None)
+    return compat.varying_axes(cotangent) == frozenset().union(*axes)
+
+
+def _summed(x: Array, axes: frozenset[str]) -> Array:
+    return lax.psum(x, tuple(sorted(axes))) if axes else x

@@ -63,8 +63,15 @@ def test_attention_without_norm_and_with_head_dim():
     module = te.flax.MultiHeadAttention(3, head_dim=16, residual=True)
     variables = init(module, x)
     assert set(variables["params"]["qkv"]) == {"qkv_linear"}
-    want = x[0] + references.attention(variables["params"], x[0], 3, 3, 16, causal=False, rope=False)
-    assert_close(jax.jit(module.apply)(variables, x)[0], want, rtol=1e-4)
+
+    def want(params, x):
+        return x[0] + references.attention(params, x[0], 3, 3, 16, causal=False, rope=False)
+
+    assert_close(jax.jit(module.apply)(variables, x)[0], want(variables["params"], x), rtol=1e-4)
+    cotangent = random(6, 20)
+    got = jax.jit(jax.grad(lambda p, x: (module.apply({"params": p}, x)[0] * cotangent).sum(), (0, 1)))
+    grads = jax.jit(jax.grad(lambda p, x: (want(p, x) * cotangent).sum(), (0, 1)))(variables["params"], x)
+    assert_close(got(variables["params"], x), grads, rtol=1e-4)
 
 
 def test_rotary_depends_on_distance_only():
@@ -123,6 +130,35 @@ def test_layer_plan_names_its_chains():
     plans = te.flax.TransformerLayer(4, 64, recipe=te.CurrentScaling()).plan(random(2, 8, 32))
     assert list(plans) == ["attn/qkv", "attn/proj", "mlp"]
     assert "SwiGLU" in str(plans["mlp"])
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("recipe", [te.DelayedScaling(), te.CurrentScaling()], ids=lambda r: r.name)
+def test_everything_of_a_layer_but_attention_is_a_custom_call(recipe, norm):
+    """No sum of a residual, forward or backward, is a step of its own, and no norm is XLA's."""
+    layer = te.flax.TransformerLayer(4, 64, recipe=recipe, dtype=jnp.bfloat16, norm=norm, use_bias=norm == "layernorm")
+    plans = layer.plan(random(2, 16, 32))
+    steps = [step for plan in plans.values() for step in (*plan.forward, *plan.backward)]
+    assert [step for step in steps if step.computes and not step.custom_calls] == []
+    assert sum("+add" in step.name for step in steps) == 4
+
+
+def test_names_of_parameters():
+    """They are in checkpoints."""
+    layer = te.flax.TransformerLayer(
+        4, 64, recipe=te.DelayedScaling(amax_history_len=2), norm="layernorm", use_bias=True
+    )
+    variables = jax.eval_shape(layer.init, KEY, random(2, 16, 32))
+    names = {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(variables)}
+    linears = ["attn/proj/attn_proj", "attn/qkv/qkv_linear", "mlp/fc1", "mlp/fc2"]
+    params = [f"{linear}/{name}" for linear in linears for name in ("bias", "kernel")]
+    params += [f"{norm}/{name}" for norm in ("attn/qkv/attn_norm", "mlp/mlp_norm") for name in ("bias", "scale")]
+    state = [
+        f"{chain}/fp8_0/{leaf}"
+        for chain in ("attn/proj", "attn/qkv", "mlp")
+        for leaf in ("amax_history", "scale", "uses")
+    ]
+    assert names == {*(f"params/{name}" for name in params), *(f"{te.state.COLLECTION}/{name}" for name in state)}
 
 
 def test_dropout_needs_and_uses_its_random_stream():

@@ -39,7 +39,8 @@ def test_norm_and_activation_write_fp8_and_nothing_else_quantizes_activations(re
     calls = [call for step in plan.forward for call in step.custom_calls]
     assert calls == ["te_jax_norm", *(kernel := ["te_jax_quantize", "te_jax_gemm"]), "te_jax_activation", *kernel]
     backward = [call for step in plan.backward for call in step.custom_calls]
-    assert backward == ["te_jax_quantize", *["te_jax_gemm"] * 2, "te_jax_activation_grad", *["te_jax_gemm"] * 2]
+    gemms = ["te_jax_gemm"] * 2
+    assert backward == ["te_jax_quantize", *gemms, "te_jax_activation_grad", *gemms, "te_jax_norm_grad"]
 
 
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
@@ -49,7 +50,7 @@ def test_plan_counts_what_is_lowered(recipe, train, platform):
     module = mlp(RECIPES[recipe])
     plan = module.plan(X, train=train, platform=platform)
     assert collections.Counter(plan.custom_calls) == lowered_custom_calls(module, X, platform=platform, train=train)
-    assert sum(plan.custom_calls.values()) == (0 if recipe == "none" else 12 if train else 6)
+    assert sum(plan.custom_calls.values()) == (0 if recipe == "none" else 13 if train else 6)
 
 
 def test_plan_counts_what_is_lowered_with_bias_residual_and_foreign_ops():
@@ -81,6 +82,7 @@ def test_plan_counts_what_is_lowered_with_bias_residual_and_foreign_ops():
         "as it is; ends a run",
         "linear+bias+add",
     ]
+    assert [s.name for s in plan.backward][-1] == "d-norm+add"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,8 @@ def test_the_text_tells_what_runs_and_why():
     assert "DelayedScaling()" in text
     assert "RMSNorm(ops_0): quantizes for the next linear, writes FP8 [te_jax_norm]" in text
     assert "accumulation: dgrad precise, wgrad precise" in text
-    assert "12 custom calls" in text
+    assert "RMSNorm(ops_0): d-RMSNorm [te_jax_norm_grad]" in text
+    assert "13 custom calls" in text
     odd = jax.ShapeDtypeStruct((3, 5, 64), jnp.bfloat16)
     text = str(mlp(te.CurrentScaling()).plan(odd))
     assert "not quantized: tokens: 15 is not a multiple of 16" in text

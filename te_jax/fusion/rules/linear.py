@@ -1,7 +1,8 @@
 """Linear with what follows it: bias and residual in the GEMM's epilogue; bias gradient as a by-product.
 
 Forward   [BasicLinear, Bias?, AddExtraInput?]   y = x w + bias + extra in one GEMM, rounded once
-Backward  [BasicLinear, Bias]                    dbias from the pass that quantizes dy
+Backward  [MakeExtraOutput?, BasicLinear, Bias?] dbias from the pass that quantizes dy; the extra output's gradient is
+                                                 added in dgrad's GEMM, rounded once
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from te_jax.ops import linear
 from te_jax.ops.base import LinkInfo
 from te_jax.ops.bias import Bias
 from te_jax.ops.linear import BasicLinear
-from te_jax.ops.residual import AddExtraInput
+from te_jax.ops.residual import AddExtraInput, MakeExtraOutput
 from te_jax.recipe import BlockScaling
 
 
@@ -79,33 +80,49 @@ FORWARD_LINEAR_BIAS_ADD = Rule(
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardLinearBias:
-    """The backward step: quantize dy with its sum over tokens, then dgrad and wgrad."""
+class BackwardLinear:
+    """The backward step: quantize dy (summed over tokens for the bias), then dgrad (+ the extra output's) and wgrad."""
 
+    output: int | None
     linear: int
-    bias: int
-
-    name = "dbias+quantize+dgrad+wgrad"
+    bias: int | None
 
     @property
     def links(self) -> tuple[int, ...]:
-        return (self.linear, self.bias)
+        return tuple(i for i in (self.output, self.linear, self.bias) if i is not None)
+
+    @property
+    def name(self) -> str:
+        quantize = "dbias+quantize+" if self.bias is not None else ""
+        return f"{quantize}dgrad{'+add' if self.output is not None else ''}+wgrad"
 
     def __call__(self, contexts: list[Any], dy: Any) -> Any:
-        return linear.backward_with_bias(contexts[self.linear], contexts[self.bias], dy)
+        extra_grad = None if self.output is None else contexts[self.output].extra_output_grads[0]
+        if self.bias is None:
+            return linear.backward(contexts[self.linear], dy, extra_grad)
+        return linear.backward_with_bias(contexts[self.linear], contexts[self.bias], dy, extra_grad)
 
 
 def _backward_condition(window: Window) -> str | None:
-    return why_no_fp8_gemm(window.info(0))
+    output, info, bias = window.optional_info(0), window.info(1), window.optional_info(2)
+    if output is None and bias is None:
+        return "nothing to fuse"
+    if (reason := why_no_fp8_gemm(info)) is not None:
+        return reason
+    if output is not None and info.x_type.dtype == jnp.float16:
+        return "the GEMM writes float32 for a float16 chain"
+    if output is not None and isinstance(output.op, MakeExtraOutput) and not output.op.in_place:
+        return "MakeExtraOutput(in_place=False)"
+    return None
 
 
-def _backward_step(window: Window) -> BackwardLinearBias:
-    return BackwardLinearBias(window.link(0), window.link(1))
+def _backward_step(window: Window) -> BackwardLinear:
+    return BackwardLinear(window.picks[0], window.link(1), window.picks[2])
 
 
-BACKWARD_LINEAR_BIAS = Rule(
-    name="dbias+quantize",
-    pattern=(slot(BasicLinear), slot(Bias)),
+BACKWARD_ADD_LINEAR_BIAS = Rule(
+    name="dgrad+add, dbias+quantize",
+    pattern=(slot(MakeExtraOutput, optional=True), slot(BasicLinear), slot(Bias, optional=True)),
     condition=_backward_condition,
     step=_backward_step,
 )
