@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from te_jax.testing import bench
 from te_jax.testing.bench import Burst, Case, Gemm
 
 DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "bf16": jnp.bfloat16}
@@ -89,15 +90,12 @@ def _pointer(array: jax.Array) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.unsafe_buffer_pointer())
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def random_operand(shape: tuple[int, ...], format: str, seed: int) -> jax.Array:
     """Normal values, scaled as if their amax (about 5.5 standard deviations) had become the format's maximum."""
-
-    def make():
-        x = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-        top = FP8_MAX.get(format, 5.5)
-        return jnp.clip(x * (top / 5.5), -top, top).astype(DTYPES[format])
-
-    return jax.jit(make)().block_until_ready()
+    x = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    top = FP8_MAX.get(format, 5.5)
+    return jnp.clip(x * (top / 5.5), -top, top).astype(DTYPES[format])
 
 
 class Matmul:
@@ -106,8 +104,8 @@ class Matmul:
     def __init__(self, gemm: Gemm, *, fast: bool = True):
         self.gemm = gemm
         self.lib, self.handle = cublaslt()
-        self.lhs = random_operand((gemm.m, gemm.k), gemm.lhs, 0)
-        self.rhs = random_operand((gemm.n, gemm.k), gemm.rhs, 1)
+        self.lhs = random_operand((gemm.m, gemm.k), gemm.lhs, 0).block_until_ready()
+        self.rhs = random_operand((gemm.n, gemm.k), gemm.rhs, 1).block_until_ready()
         self.out = jnp.zeros((gemm.m, gemm.n), jnp.bfloat16).block_until_ready()
         self.scale = jnp.float32(1e-4).block_until_ready()
         self.workspace = jnp.zeros((WORKSPACE,), jnp.uint8).block_until_ready()
@@ -171,17 +169,22 @@ class Matmul:
         best: dict[int, float] = {}
         for _ in range(3):  # rounds over all, so that none has the GPU to itself while it is cool
             for i, candidate in enumerate(candidates):
-                for count in (1, 10):
-                    synchronize()
-                    start = time.perf_counter()
-                    for _ in range(count):
-                        self.launch(candidate.algo)
-                    synchronize()
-                    seconds = (time.perf_counter() - start) / count
+                seconds = self._seconds(candidate.algo, 1)
+                if i in best and seconds > 1.5 * min(best.values()):
+                    continue  # timed already, and far from winning
+                seconds = self._seconds(candidate.algo, max(2, min(10, round(2e-3 / seconds))))
                 best[i] = min(best.get(i, seconds), seconds)
         self.chosen = min(best, key=best.__getitem__)
         self.first_over_best = best[0] / best[self.chosen]
         return candidates[self.chosen].algo
+
+    def _seconds(self, algo: Algo, count: int) -> float:
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            self.launch(algo)
+        synchronize()
+        return (time.perf_counter() - start) / count
 
     def launch(self, algo: Algo | None = None) -> None:
         a, b, d = self.layouts
@@ -195,17 +198,19 @@ class Matmul:
     def check(self) -> float:
         """Relative error against jax on the first rows; raises if it is more than FP8 products can explain."""
         synchronize()
-
-        @jax.jit
-        def run(lhs, rhs, out):
-            product = jnp.dot(lhs.astype(jnp.float32), rhs.astype(jnp.float32).T, precision="highest")
-            product *= 1 if self.gemm.lhs == "bf16" else self.scale * self.scale
-            return jnp.linalg.norm(out - product) / jnp.linalg.norm(product)
-
-        error = float(run(self.lhs[:256], self.rhs, self.out[:256].astype(jnp.float32)))
+        scale = jnp.float32(1) if self.gemm.lhs == "bf16" else self.scale * self.scale
+        operands = (self.lhs[:256], self.rhs, self.out[:256], scale)
+        error = float(bench.untuned(_error, *operands)(*operands))
         if not error < 0.01:
             raise AssertionError(f"cuBLASLt {self.gemm}: relative error {error:.3g}")
         return error
+
+
+def _error(lhs: jax.Array, rhs: jax.Array, out: jax.Array, scale: jax.Array) -> jax.Array:
+    """Of out against scale * lhs rhs^T, accumulated in float32; bfloat16 holds every FP8 value."""
+    lhs, rhs = lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)
+    product = scale * jnp.dot(lhs, rhs.T, preferred_element_type=jnp.float32)
+    return jnp.linalg.norm(out.astype(jnp.float32) - product) / jnp.linalg.norm(product)
 
 
 def matmuls(case: Case, *, fast: bool = True) -> list[Matmul]:

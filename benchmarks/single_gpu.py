@@ -130,13 +130,27 @@ def compile_all(case: Case, impls: dict[str, peers.Impl], arrays, threads: int) 
     return {name: programs[name] for name in impls if programs.get(name) is not None}, errors
 
 
+class Clock:
+    """What takes how long."""
+
+    def __init__(self) -> None:
+        self.last, self.laps = time.perf_counter(), {}
+
+    def lap(self, what: str) -> None:
+        now = time.perf_counter()
+        self.laps[what], self.last = now - self.last, now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{what} {seconds:.1f} s" for what, seconds in self.laps.items())
+
+
 def measure(case: Case, impls: dict[str, peers.Impl], args) -> list[dict]:
     """Result rows of one case."""
     impls = {name: impl for name, impl in impls.items() if case.kind == "mlp" or name != "flax_split"}
-    start = time.perf_counter()
+    clock = Clock()
     arrays = case.arrays()
     programs, errors = compile_all(case, impls, arrays, args.threads)
-    compiled = time.perf_counter() - start
+    clock.lap("compiling")
     expected = bench.reference_grads(case, arrays)
     checks = {}
     for name, program in list(programs.items()):
@@ -148,11 +162,14 @@ def measure(case: Case, impls: dict[str, peers.Impl], args) -> list[dict]:
             errors[name] = f"{type(error).__name__}: {error}"[:400]
             del programs[name]
     del expected
+    clock.lap("checking")
     limit = Limit(case, gpu=jax.devices()[0].platform == "gpu")
+    clock.lap("choosing the limit's GEMMs")
     contestants = {("limit", name): burst for name, burst in limit.bursts.items()}
     contestants |= {("fwd", name): program.forward_burst for name, program in programs.items()}
     contestants |= {("fwd_bwd", name): program.both_burst for name, program in programs.items()}
     times = bench.interleaved(contestants, rounds=args.rounds, burst_s=args.burst_ms / 1e3, pause_s=args.pause_ms / 1e3)
+    clock.lap("timing")
     common = {"case": case.name, "tokens": case.tokens}
     limits = limit.row({name: t for (kind, name), t in times.items() if kind == "limit"})
     rows = []
@@ -164,8 +181,7 @@ def measure(case: Case, impls: dict[str, peers.Impl], args) -> list[dict]:
         fwd, both = times["fwd", name], times["fwd_bwd", name]
         row |= {"fwd_ms": bench.median_ms(fwd), "fwd_bwd_ms": bench.median_ms(both), "noise": bench.spread(both)}
         rows.append(row | limits | {"rounds": args.rounds, "errors": checks[name]})
-    took = f"compiled in {compiled:.0f} s, all in {time.perf_counter() - start:.0f} s"
-    print(f"{case.name}, {case.tokens} tokens: {took}", file=sys.stderr, flush=True)
+    print(f"{case.name}, {case.tokens} tokens: {clock}", file=sys.stderr, flush=True)
     return rows
 
 

@@ -11,6 +11,7 @@ and writes is in its time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 import math
@@ -158,11 +159,9 @@ def _deviation(name: str, shape: tuple[int, ...]) -> float:
     return {"x": 1.0, "dy": 1.0, "b": 1.0, "gamma": 0.1}.get(name, 1 / math.sqrt(shape[0]))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _normal(seed: int, shape: tuple[int, ...], deviation: float, mean: float) -> jax.Array:
-    def make():
-        return (jax.random.normal(jax.random.key(seed), shape, jnp.float32) * deviation + mean).astype(jnp.bfloat16)
-
-    return jax.jit(make)()
+    return (jax.random.normal(jax.random.key(seed), shape, jnp.float32) * deviation + mean).astype(jnp.bfloat16)
 
 
 SINGLE_GPU = tuple(
@@ -194,7 +193,6 @@ def reference_grads(case: Case, arrays: Mapping[str, jax.Array]) -> dict[str, ja
     """y, dx and the gradients "d" + name of every parameter, float32."""
     params = {name: arrays[name] for name in case.param_shapes()}
 
-    @jax.jit
     def run(params, x, dy):
         # float32 primals, so that gradients aren't rounded to bfloat16
         f32 = jax.tree.map(lambda a: a.astype(jnp.float32), (params, x))
@@ -202,7 +200,12 @@ def reference_grads(case: Case, arrays: Mapping[str, jax.Array]) -> dict[str, ja
         grads, dx = vjp(dy.astype(jnp.float32))
         return {"y": y, "dx": dx} | {f"d{name}": g for name, g in grads.items()}
 
-    return run(params, arrays["x"], arrays["dy"])
+    return untuned(run, params, arrays["x"], arrays["dy"])(params, arrays["x"], arrays["dy"])
+
+
+def untuned(function: Callable, *args) -> Callable:
+    """``function`` compiled for these arguments without timing algorithms: for what is checked with, not timed."""
+    return jax.jit(function).lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0})
 
 
 def allowed_error(case: Case, name: str, dy: str = "e5m2") -> float:
@@ -226,15 +229,15 @@ def allowed_error(case: Case, name: str, dy: str = "e5m2") -> float:
     return 1.5 * tolerance.relative_rms_error(*(linear if case.kind == "linear" else mlp)[name])
 
 
+@jax.jit
+def _relative_error(actual: jax.Array, expected: jax.Array) -> jax.Array:
+    a, e = actual.astype(jnp.float32).reshape(-1), expected.astype(jnp.float32).reshape(-1)
+    return jnp.linalg.norm(a - e) / jnp.linalg.norm(e)
+
+
 def relative_error(actual: jax.Array, expected: jax.Array) -> float:
     """|actual - expected| / |expected|, Frobenius norms, in float32 on the device."""
-
-    @jax.jit
-    def run(actual, expected):
-        a, e = actual.astype(jnp.float32).reshape(-1), expected.astype(jnp.float32).reshape(-1)
-        return jnp.linalg.norm(a - e) / jnp.linalg.norm(e)
-
-    return float(run(actual, expected.reshape(actual.shape)))
+    return float(_relative_error(actual, expected.reshape(actual.shape)))
 
 
 Burst = Callable[[int], None]
