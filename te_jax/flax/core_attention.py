@@ -1,4 +1,4 @@
-"""The attention between the projections: cuDNN's flash attention where a program is lowered for CUDA, otherwise XLA's."""
+"""The attention between the projections: cuDNN's where a program is lowered for CUDA, otherwise XLA's."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """``attention`` and ``attention_grad``: softmax(q k^T) v with grouped heads; cuDNN's flash attention on CUDA.
 
-The custom calls are XLA's own (``te_jax/primitives/cudnn.py``), so there is no handler of te_jax: on every other platform
-the jnp references below run.
+The custom calls are XLA's own (``te_jax/primitives/cudnn.py``), so there is no handler of te_jax: on every other
+platform the jnp references below run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +82,7 @@ def _reference(spec, q, k, v):
 
 
 def _reference_grad(spec, q, k, v, stats, out, dout):
-    """With p = softmax(z), z = scale q k^T: dv = p^T dout, dz = p * (dout v^T - sum(dout * out)), dq = scale dz k, .."""
+    """With z = scale q k^T, p = softmax(z): dv = p^T dout, dz = p (dout v^T - sum(dout out)), dq = scale dz k, .."""
 
     def product(subscripts, a, b):
         return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
@@ -141,7 +140,7 @@ def _why_not(spec, q, *rest):
     return cudnn.why_not_flash_attention(q.dtype, q.shape[-1], math.prod(q.shape))
 
 
-def _results(spec: AttentionSpec, q, *rest) -> Sequence:
+def _results(spec: AttentionSpec, q, *rest) -> tuple:
     stats = ((*q.shape[:-4], *q.shape[-3:-1], q.shape[-4]), np.dtype(np.float32))
     return ((q.shape, q.dtype), stats)[: 1 + spec.stats]
 

@@ -47,4 +47,7 @@ def export_checks() -> list:
     """
     from jax import export
 
-    return [export.DisabledSafetyCheck.custom_call(target) for target in (*definition.targets(), cudnn.FORWARD, cudnn.BACKWARD)]
+    return [
+        export.DisabledSafetyCheck.custom_call(target)
+        for target in (*definition.targets(), cudnn.FORWARD, cudnn.BACKWARD)
+    ]

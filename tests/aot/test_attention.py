@@ -56,7 +56,7 @@ def test_there_is_no_attention_matrix_and_no_softmax(text):
 def test_four_kernels_between_the_projections_and_cudnn(text):
     """Queries, keys and values are rotated or cut out by one kernel each; one joins their gradients. No transposes."""
     between = []
-    for opcode, dims, line in instructions(text):
+    for opcode, dims, _ in instructions(text):
         if opcode in ("fusion", "copy", "transpose") and len(dims) == 4 and dims[-1] == HEAD_DIM:
             between.append((opcode, dims))
     heads = sorted(dims[2] for _, dims in between)

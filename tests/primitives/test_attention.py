@@ -1,4 +1,4 @@
-"""Attention that is cuDNN's on CUDA: the reference against fp64, the custom calls against jax's own, and the regimes."""
+"""Attention that is cuDNN's on CUDA: the reference against fp64, the custom calls against jax's, and the regimes."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax.flax.core_attention import core_attention, why_not_cudnn
-from te_jax.primitives import support
+from te_jax.primitives import AttentionGradSpec, AttentionSpec, attention, attention_grad, support
 from te_jax.testing import hlo
 
 B, T, S, HEADS, GROUPS, D = 4, 24, 24, 4, 2, 16
@@ -137,6 +137,17 @@ def test_what_cudnn_does_not_take_is_xlas(dtype, head_dim, reason):
     assert cudnn_calls(lowered_for_cuda(attend(), q, q, q)) == []
     with pytest.raises(ValueError, match=f"implementation='cudnn': .*{reason}"):
         attend(implementation="cudnn")(q, q, q)
+
+
+def test_what_no_platform_takes_is_named():
+    q, k, stats = jnp.ones((B, T, GROUPS, 2, D), jnp.bfloat16), jnp.ones((B, S, GROUPS, D), jnp.bfloat16), jnp.ones(3)
+    spec, grad = AttentionSpec(causal=False, scale=1.0), AttentionGradSpec(causal=False, scale=1.0)
+    with pytest.raises(ValueError, match=r"attention: v: expected shape \(4, 24, 2, 16\), got \(4, 23, 2, 16\)"):
+        attention(q, k, k[:, 1:], spec)
+    with pytest.raises(TypeError, match="attention: k: expected q's dtype bfloat16, got float32"):
+        attention(q, k.astype(jnp.float32), k, spec)
+    with pytest.raises(ValueError, match=r"attention_grad: stats: expected shape \(4, 2, 2, 24\), got \(3,\)"):
+        attention_grad(q, k, k, stats, q, q, grad)
 
 
 def test_xla_when_asked():

@@ -44,7 +44,9 @@ def test_wrong_results_are_found():
     arrays = LINEAR.arrays()
     program = peers.build(peers.implementations()["flax"], LINEAR, arrays)
     expected = bench.reference_grads(LINEAR, arrays)
-    with pytest.raises(AssertionError, match="flax bf16, linear 128->96 bias, dw: expected a relative error of at most"):
+    with pytest.raises(
+        AssertionError, match="flax bf16, linear 128->96 bias, dw: expected a relative error of at most"
+    ):
         peers.check(program, expected | {"dw": expected["dw"] * 1.05})
 
 
@@ -104,7 +106,9 @@ def test_products():
 PUBLISHED = [0.181, 0.722, 0.630, 1.903, 0.664, 2.679, 2.369, 7.212]
 
 
-@pytest.mark.parametrize(("case", "ms"), list(zip(SINGLE_GPU, PUBLISHED, strict=True)), ids=lambda v: getattr(v, "name", v))
+@pytest.mark.parametrize(
+    ("case", "ms"), list(zip(SINGLE_GPU, PUBLISHED, strict=True)), ids=lambda v: getattr(v, "name", v)
+)
 def test_limits_are_near_those_published(case, ms):
     """At one rate for every product (1335 TFLOP/s; single shapes are 1291 to 1435) and 4.2 TB/s."""
     estimate = sum(g.flops for g in case.gemms()) / 1335e9 + case.bytes() / 4.2e9
