@@ -24,7 +24,7 @@ PARALLEL := $(if $(filter 1,$(JOBS)),,-n $(JOBS) --dist loadfile --max-worker-re
 EXTRAS := test,examples$(if $(wildcard /dev/nvidiactl),$(comma)cuda)
 NATIVE := $(wildcard CMakeLists.txt cmake/*.cmake csrc/*/*.cc csrc/*/*.h csrc/*/*/*.cc csrc/*/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 
-.PHONY: setup train test lint format cpp-test cpp-sanitize native cuda bazel clean
+.PHONY: setup train test bench lint format cpp-test cpp-sanitize native cuda bazel clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -34,6 +34,10 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+# Needs a GPU with compute capability 9.0 and the CUDA module (`make cuda`). What is measured: docs/performance.md.
+bench: $(STAMP)
+	$(BIN)/python benchmarks/single_gpu.py --out benchmarks/results/single_gpu.jsonl $(ARGS)
 
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

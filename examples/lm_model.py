@@ -22,6 +22,8 @@ class LanguageModel(nn.Module):
     width: int
     heads: int
     kv_heads: int | None = None
+    hidden_features: int | None = None
+    """Of the MLPs; None: ``mlp_features(width)``."""
     recipe: te.Recipe | None = None
     dtype: Dtype = jnp.bfloat16
     remat: bool = False
@@ -49,7 +51,7 @@ def layer_config(model: LanguageModel) -> dict:
     return {
         "num_heads": model.heads,
         "num_kv_heads": model.kv_heads,
-        "hidden_features": mlp_features(model.width),
+        "hidden_features": model.hidden_features or mlp_features(model.width),
         "recipe": model.recipe,
         "dtype": model.dtype,
     }

@@ -84,5 +84,17 @@ def checks_varying_axes() -> bool:
     return bool(varying_axes(probe))
 
 
+def cudnn_version() -> int | None:
+    """The version of the cuDNN that jax's CUDA plugin loads, e.g. 91400; None if there is none."""
+    from jax._src.lib import cuda_versions
+
+    if cuda_versions is None:
+        return None
+    try:
+        return int(cuda_versions.cudnn_get_version())
+    except RuntimeError:
+        return None
+
+
 def _aval(x):
     return x if isinstance(x, jax.core.ShapedArray | jax.ShapeDtypeStruct) else jax.typeof(x)

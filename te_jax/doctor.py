@@ -85,6 +85,13 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else str(int(bool(value)))
 
 
+def _attention() -> Iterator[str]:
+    query, key = _shape(2, 128, 2, 4, 64), _shape(2, 128, 2, 64)
+    for platform in _PLATFORMS:
+        reason = support.why_not(spec.AttentionSpec(causal=True, scale=1.0), query, key, key, platform=platform)
+        yield f"{platform}: " + (f"XLA: {reason}" if reason else "cuDNN flash attention")
+
+
 def report() -> str:
     """The text that ``python -m te_jax.doctor`` prints. Initialises jax's backends."""
     running = library.runtime_ffi_api()
@@ -98,6 +105,7 @@ def report() -> str:
     }
     for platform in _PLATFORMS:
         sections[f"what runs on {platform} (sizes permitting: multiples of 16)"] = _custom_calls(platform)
+    sections["attention (bfloat16 or float16, head_dim a multiple of 8 up to 128; otherwise XLA)"] = _attention()
     sections["GEMM algorithms chosen by timing (none before a GEMM is run, but for those from a file)"] = _algorithms()
     return "\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items())
 

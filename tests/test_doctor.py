@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from te_jax import config, doctor
+from te_jax import compat, config, doctor
 from te_jax.primitives import TARGETS, library
 
 
@@ -37,6 +37,15 @@ def _in_order():
     order = list(doctor._samples())
     assert {f"te_jax_{name}" for name in order} == set(TARGETS)
     return [f"te_jax_{name}" for name in order]
+
+
+def test_says_what_attention_is(monkeypatch):
+    assert section("attention") == ["cpu: XLA: cuDNN is for CUDA only", "cuda: cuDNN flash attention"]
+    monkeypatch.setattr(library, "has_cuda_backend", lambda: True)
+    monkeypatch.setattr(compat, "cudnn_version", lambda: None)
+    assert list(doctor._attention())[1] == "cuda: XLA: jax found no cuDNN (nvidia-cudnn-cu13)"
+    with config.custom_calls(False):
+        assert all("custom calls are disabled" in line for line in doctor._attention())
 
 
 def test_says_why_custom_calls_are_off():

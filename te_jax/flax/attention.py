@@ -9,14 +9,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Dtype, Initializer
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import ops
+from te_jax.flax.core_attention import core_attention, why_not_cudnn
 from te_jax.flax.dense import default_bias_init, default_kernel_init
 from te_jax.flax.layers import check_array, norm_op
 from te_jax.flax.rotary import apply_rotary, check_positions
 from te_jax.fusion.plan import FusionPlan
-from te_jax.primitives import library
 from te_jax.recipe import Recipe
 from te_jax.sequential import Sequential
 
@@ -39,8 +38,10 @@ class MultiHeadAttention(nn.Module):
       use_bias: whether both linears add biases.
       dropout_rate: of dropout on the projection's output; needs the "dropout" random stream when not deterministic.
       residual: whether x is added to the output.
-      attention_implementation: "xla", "cudnn", or None: cuDNN where jax sees a CUDA backend and cuDNN takes the
-        dtype and head_dim, otherwise XLA. A forced "cudnn" raises jax's own error where it can't run.
+      attention_implementation: "xla", "cudnn", or None: cuDNN where it takes the dtype (bfloat16, float16) and
+        head_dim (a multiple of 8 up to 128), an error with "cudnn" where it doesn't. That is for programs lowered for
+        CUDA; lowered for another platform the same program has the same maths from XLA. Attention that may be cuDNN's
+        has first derivatives in reverse mode only. ``attention_plan`` says what runs.
       kernel_init, bias_init: initialisers of both linears.
       recipe, dtype, param_dtype: as in ``Dense``; attention itself runs in ``dtype``.
 
@@ -83,10 +84,9 @@ class MultiHeadAttention(nn.Module):
             positions = jnp.arange(lead[-1]) if positions is None else positions
             query, key = (apply_rotary(t, positions, base=self.rope_base) for t in (query, key))
 
-        context = jax.nn.dot_product_attention(
-            query, key, value, is_causal=self.causal, implementation=self._implementation(query)
-        )
-        context = checkpoint_name(context.reshape(*lead, heads * head_dim), "core_attn")
+        implementation = self.attention_implementation
+        context = core_attention(query, key, value, causal=self.causal, implementation=implementation)
+        context = context.reshape(*lead, heads * head_dim)
 
         proj = self._chain(*self._proj_ops(features), name="proj")
         return proj(context, *residual, deterministic=deterministic)
@@ -101,6 +101,15 @@ class MultiHeadAttention(nn.Module):
             "qkv": qkv.plan(x, **options),
             "proj": proj.plan(context, *((x,) if self.residual else ()), **options),
         }
+
+    @nn.nowrap
+    def attention_plan(self, x: jax.ShapeDtypeStruct | Array, *, platform: str | None = None) -> str:
+        """What runs the attention between the projections on ``platform`` and why not cuDNN; None: on CUDA."""
+        _, _, head_dim = self._head_shapes(x)
+        query = jax.ShapeDtypeStruct((*x.shape[:-1], self.num_heads, head_dim), self.dtype or x.dtype)
+        asked = "attention_implementation='xla'" if self.attention_implementation == "xla" else None
+        reason = asked or why_not_cudnn(query, platform)
+        return f"attention: XLA: {reason}" if reason else "attention: cuDNN flash attention"
 
     @nn.nowrap
     def _qkv_ops(self, features: int):
@@ -146,27 +155,11 @@ class MultiHeadAttention(nn.Module):
         head_dim = x.shape[-1] // heads if self.head_dim is None else self.head_dim
         if not isinstance(head_dim, int) or head_dim <= 0:
             raise ValueError(f"MultiHeadAttention: head_dim: expected a positive int, got {head_dim!r}")
+        if self.attention_implementation not in (None, "xla", "cudnn"):
+            raise ValueError(
+                "MultiHeadAttention: attention_implementation: expected None, 'xla' or 'cudnn', "
+                f"got {self.attention_implementation!r}"
+            )
         if self.rope and head_dim % 2:
             raise ValueError(f"MultiHeadAttention: head_dim: expected an even number with rope=True, got {head_dim}")
         return heads, kv_heads, head_dim
-
-    @nn.nowrap
-    def _implementation(self, query: Array) -> Literal["xla", "cudnn"]:
-        """What to ask jax for: "cudnn" only where tracing it can't raise."""
-        asked = self.attention_implementation
-        if asked not in (None, "xla", "cudnn"):
-            raise ValueError(
-                f"MultiHeadAttention: attention_implementation: expected None, 'xla' or 'cudnn', got {asked!r}"
-            )
-        return asked or ("cudnn" if cudnn_attention_takes(query) else "xla")
-
-
-def cudnn_attention_takes(query: Array) -> bool:
-    """Whether cuDNN's flash attention can be traced for queries [*lead, T, H, D] in this process.
-
-    jax raises while tracing when there is no CUDA backend, no cuDNN, a dtype that isn't 16 bits wide or a head
-    dimension it doesn't take (``check_is_flash_attention`` in jax 0.10 to 0.12: D % 8 == 0 and D <= 128, 256 from
-    Hopper on; 128 is asked for here, as it holds on every architecture).
-    """
-    sixteen_bits = query.dtype in (jnp.bfloat16, jnp.float16)
-    return sixteen_bits and query.shape[-1] % 8 == 0 and query.shape[-1] <= 128 and library.has_cuda_backend()

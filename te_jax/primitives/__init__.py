@@ -6,6 +6,8 @@ from te_jax.primitives import library as library
 from te_jax.primitives import support as support
 from te_jax.primitives.activation import activation as activation
 from te_jax.primitives.activation import activation_grad as activation_grad
+from te_jax.primitives.attention import attention as attention
+from te_jax.primitives.attention import attention_grad as attention_grad
 from te_jax.primitives.gemm import gemm as gemm
 from te_jax.primitives.norm import norm as norm
 from te_jax.primitives.norm_grad import NormGradOut as NormGradOut
@@ -16,6 +18,8 @@ from te_jax.primitives.quantize import quantize as quantize
 from te_jax.primitives.quantizing import QuantizeOut as QuantizeOut
 from te_jax.primitives.spec import ActivationGradSpec as ActivationGradSpec
 from te_jax.primitives.spec import ActivationSpec as ActivationSpec
+from te_jax.primitives.spec import AttentionGradSpec as AttentionGradSpec
+from te_jax.primitives.spec import AttentionSpec as AttentionSpec
 from te_jax.primitives.spec import DequantizeSpec as DequantizeSpec
 from te_jax.primitives.spec import GemmSpec as GemmSpec
 from te_jax.primitives.spec import NormGradSpec as NormGradSpec

@@ -35,6 +35,19 @@ def loop_over_examples(function: Callable, in_batched: Sequence[bool], *operands
     )(*operands)
 
 
+def merge_examples(function: Callable, in_batched: Sequence[bool], *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """``function`` on all examples at once, for a function whose operands have any number of batch dimensions first."""
+    size = next(x.shape[0] for x, b in zip(operands, in_batched, strict=True) if b)
+    return tuple(
+        function(
+            *(
+                x if b else jax.numpy.broadcast_to(x, (size, *x.shape))
+                for x, b in zip(operands, in_batched, strict=True)
+            )
+        )
+    )
+
+
 def _batch_sharding(in_batched, operands):
     """(mesh, axes) over which the batch dimension is split in an Explicit mesh, where a loop can't go over it."""
     for x, b in zip(operands, in_batched, strict=True):

@@ -33,8 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from te_jax import compat, config, errors
 from te_jax.parallel import mesh as mesh_lib
 from te_jax.parallel.sharding import Reductions
-from te_jax.primitives import library
-from te_jax.primitives.batching import loop_over_examples
+from te_jax.primitives import cudnn, library
 from te_jax.primitives.definition import DEFINITIONS, Definition
 from te_jax.primitives.partitioned import partitioned, refuse_derivative
 from te_jax.primitives.spec import Spec
@@ -176,7 +175,7 @@ def _primitive(definition: Definition) -> compat.Primitive:
     def batch(operands, dims, **params):
         in_batched = [d is not compat.not_mapped for d in dims]
         front = [jax.numpy.moveaxis(x, d, 0) if b else x for x, d, b in zip(operands, dims, in_batched, strict=True)]
-        outs = loop_over_examples(functools.partial(primitive.bind, **params), in_batched, *front)
+        outs = definition.examples(functools.partial(primitive.bind, **params), in_batched, *front)
         return outs, [0] * len(outs)
 
     @compat.numpy_promotion()
@@ -186,8 +185,11 @@ def _primitive(definition: Definition) -> compat.Primitive:
     fallback = compat.mlir.lower_fun(reference, multiple_results=True)
 
     def lower(platform, ctx, *operands, spec, custom_call):
-        if not custom_call or definition.why_not(spec, *ctx.avals_in) or not native(platform):
+        if not custom_call or definition.why_not(spec, *ctx.avals_in) or why_unavailable(definition, platform):
             return fallback(ctx, *operands, spec=spec, custom_call=custom_call)
+        if definition.library_call is not None:
+            call = functools.partial(definition.library_call, spec)
+            return compat.mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
         extra = _workspace(definition, spec, ctx.avals_in) if platform == "cuda" else ()
         aliases = {operand: result + len(extra) for operand, result in definition.aliases(spec).items()}
         rule = jax.ffi.ffi_lowering(definition.target, operand_output_aliases=aliases)
@@ -222,3 +224,12 @@ def native(platform: str) -> bool:
     if platform == "cuda" and not library.has_cuda_backend():
         return True
     return library.ensure_registered(platform).available
+
+
+def why_unavailable(definition: Definition, platform: str) -> str | None:
+    """Why programs lowered for ``platform`` run the reference whatever the shapes; None if they don't."""
+    if definition.library_call is not None:
+        return cudnn.why_unavailable(platform)
+    if platform not in NATIVE_PLATFORMS:
+        return f"there are no custom calls for platform {platform}"
+    return None if native(platform) else library.status(platform).reason

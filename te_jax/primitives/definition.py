@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from te_jax.parallel.sharding import ShardingRule
+from te_jax.primitives.batching import loop_over_examples
 from te_jax.primitives.spec import Spec
 
 
@@ -27,6 +28,9 @@ class Definition:
       aliases: spec -> {operand index: result index} that share a buffer.
       workspace: (spec, *avals) -> bytes of device memory that the CUDA handler works in, an uint8[bytes] that is the
         custom call's first result there and is dropped; None: it needs none. CPU handlers allocate what they need.
+      examples: (function, in_batched, *operands) -> results of ``function`` on a batch; batch dimensions come first.
+      library_call: (spec, *arrays) -> tuple of results, through custom calls of a library that XLA knows and instead of
+        one of te_jax's; on CUDA only, elsewhere the reference runs. None: the custom calls are te_jax's.
     """
 
     name: str
@@ -40,6 +44,8 @@ class Definition:
     local: Callable[..., tuple]
     aliases: Callable[[Any], dict[int, int]] = lambda spec: {}
     workspace: Callable[..., int] | None = None
+    examples: Callable[..., tuple] = loop_over_examples
+    library_call: Callable[..., tuple] | None = None
 
     @property
     def target(self) -> str:
@@ -54,5 +60,5 @@ DEFINITIONS: dict[type[Spec], Definition] = {}
 
 
 def targets() -> tuple[str, ...]:
-    """The names of all custom calls, which are those of their primitives too."""
-    return tuple(definition.target for definition in DEFINITIONS.values())
+    """The names of te_jax's custom calls, which are those of their primitives too."""
+    return tuple(definition.target for definition in DEFINITIONS.values() if definition.library_call is None)

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 
 from te_jax import compat
 from te_jax.parallel.sharding import ShardingRule
-from te_jax.primitives.batching import loop_over_examples
 from te_jax.primitives.definition import Definition
 from te_jax.primitives.spec import Spec
 
@@ -27,7 +26,7 @@ def partitioned(definition: Definition, bind: Callable, spec: Spec, batched: Bat
     A batch dimension is one more dimension that may be sharded: shards loop over their own examples.
     ``bind(spec, *operands)`` runs the primitive. Cached, so that JAX sees one function per spec.
     """
-    function = custom_partitioning(_over_examples(functools.partial(bind, spec), batched))
+    function = custom_partitioning(_over_examples(definition, functools.partial(bind, spec), batched))
     function.def_partition(
         partition=functools.partial(_partition, definition, spec, bind, batched),
         sharding_rule=lambda mesh, operands, results: _rule(definition, spec, batched, operands).shardy(),
@@ -45,9 +44,9 @@ def partitioned(definition: Definition, bind: Callable, spec: Spec, batched: Bat
     return batchable
 
 
-def _over_examples(function: Callable, batched: Batched) -> Callable:
+def _over_examples(definition: Definition, function: Callable, batched: Batched) -> Callable:
     for in_batched in reversed(batched):
-        function = functools.partial(loop_over_examples, function, in_batched)
+        function = functools.partial(definition.examples, function, in_batched)
     return function
 
 
@@ -107,7 +106,7 @@ def _partition(definition: Definition, spec: Spec, bind: Callable, batched: Batc
         # would type scalars by it and emit sharding constraints that nothing lowers (jax#34811).
         with compat.no_mesh():
             local = functools.partial(definition.local, bind, spec, rule.reductions(axes))
-            return _over_examples(local, batched)(*operands)
+            return _over_examples(definition, local, batched)(*operands)
 
     shardings = [
         tuple(NamedSharding(mesh, spec) for spec in specs)

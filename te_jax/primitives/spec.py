@@ -144,3 +144,20 @@ class GemmSpec(Spec):
     in_place: bool = False
     amax: bool = False
     fast_accumulation: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSpec(Spec):
+    """``attention(q [*lead, T, G, R, D], k [*lead, S, G, D], v)``: out, [f32[*lead, G, R, T] if ``stats``]."""
+
+    causal: bool
+    scale: float  # of q k^T
+    stats: bool = False  # the logarithm of the softmax's denominators too
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionGradSpec(Spec):
+    """``attention_grad(q, k, v, stats, out, dout)``: dq, dk, dv."""
+
+    causal: bool
+    scale: float

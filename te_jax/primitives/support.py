@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from te_jax import config
 from te_jax.parallel import mesh
-from te_jax.primitives import custom_call, definition, library
+from te_jax.primitives import cudnn, custom_call, definition
 from te_jax.primitives.quantizing import ALIGNMENT
 from te_jax.primitives.spec import Spec
 
@@ -26,9 +26,7 @@ def why_not(spec: Spec, *operands, platform: str | None = None) -> str | None:
     reason = operation.why_not(spec, *operands)
     if reason or platform is None:
         return reason
-    if platform not in custom_call.NATIVE_PLATFORMS:
-        return f"there are no custom calls for platform {platform}"
-    return None if custom_call.native(platform) else library.status(platform).reason
+    return custom_call.why_unavailable(operation, platform)
 
 
 def why_not_fp8_linear(tokens: int, features_in: int, features_out: int) -> str | None:
@@ -49,4 +47,7 @@ def export_checks() -> list:
     """
     from jax import export
 
-    return [export.DisabledSafetyCheck.custom_call(target) for target in definition.targets()]
+    return [
+        export.DisabledSafetyCheck.custom_call(target)
+        for target in (*definition.targets(), cudnn.FORWARD, cudnn.BACKWARD)
+    ]

@@ -58,6 +58,38 @@ def test_attention(kv_heads, causal, rope):
     assert_close(jax.jit(module.apply)(variables, x[0]), want[0], rtol=1e-4)  # [T, C]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "asked", "said"),
+    [
+        (jnp.bfloat16, None, "attention: cuDNN flash attention"),
+        (jnp.float32, None, "attention: XLA: dtype float32 is not bfloat16 or float16"),
+        (jnp.bfloat16, "xla", "attention: XLA: attention_implementation='xla'"),
+    ],
+)
+def test_attention_plan_is_what_is_lowered(dtype, asked, said):
+    x = random(2, 8, 32)
+    module = te.flax.MultiHeadAttention(4, dtype=dtype, attention_implementation=asked)
+    assert module.attention_plan(x) == said
+    traced = jax.jit(module.apply).trace(init(module, x), x)
+    for platform, wanted in (("cuda", "cuDNN" in said), ("cpu", False)):
+        assert ("__cudnn$fmha" in traced.lower(lowering_platforms=(platform,)).as_text()) == wanted
+    assert module.attention_plan(x, platform="cpu").startswith("attention: XLA: ")
+
+
+def test_attention_in_bfloat16_is_that_in_float32():
+    """The two ways to attention on a CPU: te_jax's reference, which cuDNN replaces, and jax's."""
+    x = random(2, 8, 32)
+    module = te.flax.MultiHeadAttention(4, 2, causal=True, rope=True, dtype=jnp.bfloat16)
+    variables = init(module, x)
+    wide = module.clone(dtype=jnp.float32)
+
+    def loss(variables, module):
+        return (module.apply(variables, x).astype(jnp.float32) ** 2).sum()
+
+    got, want = (jax.jit(jax.value_and_grad(loss), static_argnums=1)(variables, m) for m in (module, wide))
+    assert_close(got, want, rtol=0.05)
+
+
 def test_attention_without_norm_and_with_head_dim():
     x = random(1, 6, 20)
     module = te.flax.MultiHeadAttention(3, head_dim=16, residual=True)

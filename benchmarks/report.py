@@ -1,0 +1,126 @@
+"""Results of ``single_gpu.py`` as tables, as shares of what was asked for, and as a plot."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable, Sequence
+
+from te_jax.testing.bench import geomean
+
+Row = dict
+Key = tuple[str, str, str]  # impl, recipe, accumulation
+
+
+def read(path: pathlib.Path) -> list[Row]:
+    """The rows of the newest run of every case and implementation."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return list({(row["case"], row["tokens"], key(row)): row for row in rows}.values())
+
+
+def key(row: Row) -> Key:
+    return row["impl"], row["recipe"], row["accumulation"]
+
+
+def cases(rows: Iterable[Row]) -> list[tuple[str, int]]:
+    return list(dict.fromkeys((row["case"], row["tokens"]) for row in rows))
+
+
+def _label(k: Key) -> str:
+    return " ".join(part for part in (k[0], k[1], f"({k[2]})" if k[2] not in ("", "fast", "xla") else "") if part)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Forward / forward + backward in ms of every implementation, the limit, then the summary. Markdown."""
+    keys = list(dict.fromkeys(map(key, rows)))
+    at = {(row["case"], row["tokens"], key(row)): row for row in rows}
+    header = ["case", "tokens", *map(_label, keys), "GEMMs", "limit"]
+    lines = [header, ["---"] * len(header)]
+    for case, tokens in cases(rows):
+        found = [at.get((case, tokens, k), {}) for k in keys]
+        cells = [
+            f"{r['fwd_ms']:.3f} / {r['fwd_bwd_ms']:.3f}" if "fwd_ms" in r else "failed" if r else "" for r in found
+        ]
+        limits = next((r for r in found if "limit_ms" in r), {})
+        cells += [f"{limits['gemm_ms']:.3f}", f"{limits['limit_ms']:.3f}"] if limits else ["", ""]
+        lines.append([case, str(tokens), *cells])
+    out = ["| " + " | ".join(line) + " |" for line in lines]
+    failed = [f"{_label(key(r))}, {r['case']}, {r['tokens']}: {r['error']}" for r in rows if "error" in r]
+    return "\n".join([*out, "", *summary(rows), *failed])
+
+
+def ratios(rows: Sequence[Row], ours: Key, theirs: Sequence[Key], what: str = "fwd_bwd_ms") -> dict:
+    """(case, tokens) -> how many times faster ``ours`` is than the fastest of ``theirs``."""
+    at = {(row["case"], row["tokens"], key(row)): row for row in rows if what in row}
+    out = {}
+    for case in cases(rows):
+        peers = [at[*case, k][what] for k in theirs if (*case, k) in at]
+        if peers and (*case, ours) in at:
+            out[case] = min(peers) / at[*case, ours][what]
+    return out
+
+
+def limit_shares(rows: Sequence[Row], ours: Key) -> dict:
+    """(case, tokens) -> limit / time. Current scaling's limit has its second read, precise GEMMs' theirs."""
+    kind = "limit_current_ms" if ours[1] == "current" else "limit_ms"
+    return {(r["case"], r["tokens"]): r[kind] / r["fwd_bwd_ms"] for r in rows if key(r) == ours and kind in r}
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """What the figures say, one line a question: the worst case and the geometric mean."""
+    keys = list(dict.fromkeys(map(key, rows)))
+    flax = [k for k in keys if k[0].startswith("flax")]
+    direct = [k for k in keys if k[0].startswith("Fp8Direct")]
+    lines = []
+    for ours in [k for k in keys if k[0] == "te_jax"]:
+        shares = limit_shares(rows, ours)
+        for tokens, wanted in ((8192, 0.92), (2048, 0.85)):
+            some = {c: v for c, v in shares.items() if c[1] == tokens}
+            lines += _line(f"{_label(ours)}: share of the limit at {tokens} tokens", some, wanted, None)
+        engine = [k for k in keys if k[0] == "TransformerEngine" and k[1] == ours[1]]
+        lines += _line(f"{_label(ours)}: times TransformerEngine {ours[1]}", ratios(rows, ours, engine), 0.98, 1.05)
+        bf16 = ratios(rows, ours, flax)
+        lines += _line(f"{_label(ours)}: times flax bf16", bf16, None, 1.6)
+        long = {c: v for c, v in bf16.items() if c[1] == 8192}
+        lines += _line(f"{_label(ours)}: times flax bf16 at 8192 tokens", long, 1.5, None)
+        lines += _line(f"{_label(ours)}: times Fp8DirectDotGeneralOp", ratios(rows, ours, direct), 1.0, 1.1)
+    return lines
+
+
+def _line(what: str, values: dict, worst: float | None, mean: float | None) -> list[str]:
+    if not values:
+        return []
+    (case, tokens), lowest = min(values.items(), key=lambda item: item[1])
+    middle = geomean(values.values())
+    met = (worst is None or lowest >= worst) and (mean is None or middle >= mean)
+    wanted = " and ".join(
+        text for text, bound in ((f"every {worst}", worst), (f"mean {mean}", mean)) if bound is not None
+    )
+    found = f"{middle:.3f} (lowest {lowest:.3f}, {case}, {tokens})"
+    return [f"- {what}: {found}; wanted {wanted}: {'met' if met else 'not met'}"]
+
+
+def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
+    """Time over limit of every implementation, a group of bars per case."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in rows if "limit_ms" in row]
+    keys = list(dict.fromkeys(map(key, rows)))
+    where = cases(rows)
+    figure, axes = pyplot.subplots(figsize=(14, 5.5), layout="constrained")
+    width = 0.85 / len(keys)
+    colours = pyplot.get_cmap("tab20")
+    for i, k in enumerate(keys):
+        at = {(r["case"], r["tokens"]): r["limit_ms"] / r["fwd_bwd_ms"] for r in rows if key(r) == k}
+        places = [(j + i * width, at[case]) for j, case in enumerate(where) if case in at]
+        axes.bar(*zip(*places, strict=True), width, label=_label(k), color=colours(i))
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks([j + 0.42 for j in range(len(where))], [f"{c}\n{t} tokens" for c, t in where], fontsize=8)
+    axes.set_ylabel("limit / time, forward + backward")
+    axes.set_title(f"{rows[0]['device']}, jax {rows[0]['jax']}, te_jax {rows[0]['commit'][:10]}")
+    axes.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, -0.35))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

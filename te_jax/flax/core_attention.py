@@ -1,0 +1,81 @@
+"""The attention between the projections: cuDNN's where a program is lowered for CUDA, otherwise XLA's."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Literal
+
+import jax
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from te_jax import compat
+from te_jax.parallel import explicit, mesh
+from te_jax.primitives import AttentionGradSpec, AttentionSpec, attention, attention_grad, support
+
+Implementation = Literal["xla", "cudnn"]
+
+
+def why_not_cudnn(query: Array | jax.ShapeDtypeStruct, platform: str | None = None) -> str | None:
+    """Why attention of queries [*lead, T, H, D] isn't cuDNN's on ``platform`` (None: on CUDA); None if it is."""
+    return support.why_not(AttentionSpec(causal=False, scale=1.0), query, platform=platform)
+
+
+def core_attention(
+    query: Array, key: Array, value: Array, *, causal: bool, implementation: Implementation | None = None
+) -> Array:
+    """softmax(query key^T / sqrt(D)) value, in the shape and dtype of query.
+
+    The choice depends on dtypes and shapes, never on where the tracing process runs: a program that may use cuDNN does
+    where it is lowered for CUDA, and has the same maths from XLA where it is lowered for another platform. It has first
+    derivatives in reverse mode only; "xla" has all.
+
+    Args:
+      query: [*lead, T, H, D].
+      key, value: [*lead, S, G, D], G a divisor of H.
+      causal: whether position t attends to positions <= t only.
+      implementation: "xla"; "cudnn": ValueError where cuDNN doesn't take dtype or D; None: cuDNN where it takes them.
+    """
+    reason = None if implementation == "xla" else why_not_cudnn(query)
+    if implementation == "cudnn" and reason:
+        raise ValueError(f"core_attention: implementation='cudnn': expected what cuDNN takes, got: {reason}")
+    if implementation == "xla" or reason:
+        out = jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation="xla")
+        return checkpoint_name(out, "core_attn")
+    *lead, heads, head_dim = query.shape
+    groups = key.shape[-2]
+    # One type of varying axes, so that cotangents have that of their primals: pvary's transpose is the sum.
+    varying = frozenset().union(*map(compat.varying_axes, (query, key, value)))
+    query, key, value = (compat.pvary(x, varying) for x in (query, key, value))
+    grouped = query.reshape(*lead, groups, heads // groups, head_dim)
+    return _attention(causal, 1 / math.sqrt(head_dim), grouped, key, value).reshape(query.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(causal: bool, scale: float, query: Array, key: Array, value: Array) -> Array:
+    return attention(query, key, value, AttentionSpec(causal=causal, scale=scale))[0]
+
+
+def _forward(causal: bool, scale: float, query: Array, key: Array, value: Array):
+    out, stats = attention(query, key, value, AttentionSpec(causal=causal, scale=scale, stats=True))
+    # Named here, where the backward pass needs them: a policy that saves them doesn't run the forward pass again.
+    out, stats = (checkpoint_name(x, "core_attn") for x in (out, stats))
+    return out, (query, key, value, stats, out)
+
+
+def _backward(causal: bool, scale: float, residuals, dout: Array):
+    query, key, value, stats, out = residuals
+    spec = AttentionGradSpec(causal=causal, scale=scale)
+    grads = attention_grad(query, key, value, stats, out, dout, spec)
+    return tuple(map(_like, grads, (query, key, value)))
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _like(grad: Array, primal: Array) -> Array:
+    """``grad`` with the Explicit sharding of its primal."""
+    if not mesh.regime(primal).explicit:
+        return grad
+    return explicit.constrain(grad, jax.typeof(primal).sharding.spec)
