@@ -4,6 +4,7 @@
 
 #include "csrc/kernels/dequantize.h"
 #include "csrc/kernels/dispatch.h"
+#include "csrc/kernels/launch.cuh"
 #include "csrc/kernels/vector.cuh"
 
 namespace te_jax::kernels {
@@ -28,6 +29,7 @@ __device__ inline void DecodeFour(uint32_t word, bool e5m2, float* out) {
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     DequantizeKernel(const uint8_t* data, bool e5m2, int64_t size, const float* scale_inv_operand, T* out) {
+  AwaitPredecessor();
   const float scale_inv = *scale_inv_operand;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads * kChunk;
   for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kChunk; i < size; i += stride) {
@@ -57,10 +59,8 @@ cudaError_t LaunchDequantize(const DequantizeArgs& args, cudaStream_t stream) {
     using T = typename decltype(tag)::type;
     const int64_t chunks = (args.size + kChunk - 1) / kChunk;
     const auto blocks = static_cast<unsigned>(std::min((chunks + kThreads - 1) / kThreads, kMaxBlocks));
-    DequantizeKernel<T><<<blocks, kThreads, 0, stream>>>(static_cast<const uint8_t*>(args.data),
-                                                         args.in_dtype == DType::kE5M2, args.size, args.scale_inv,
-                                                         static_cast<T*>(args.out));
-    return cudaGetLastError();
+    return Launch(DequantizeKernel<T>, blocks, kThreads, stream, static_cast<const uint8_t*>(args.data),
+                  args.in_dtype == DType::kE5M2, args.size, args.scale_inv, static_cast<T*>(args.out));
   });
 }
 

@@ -8,6 +8,7 @@ constexpr int kDbiasCols = 32;  // columns of a block of DbiasKernel, one a lane
 __global__ void __launch_bounds__(kThreads)
     FinishAmaxKernel(const float* only_if_zero, const uint32_t* partials, int num_partials, float* amax) {
   __shared__ uint32_t scratch[kWarps];
+  AwaitPredecessor();
   const bool skipped = only_if_zero != nullptr && *only_if_zero != 0.0f;
   const uint32_t bits = skipped ? 0 : ReducePartials(partials, num_partials, scratch);
   if (threadIdx.x == 0) *amax = AmaxFromBits(bits);
@@ -17,6 +18,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     DbiasKernel(int64_t num_row_tiles, int64_t cols, const float* tile_sums, float* dbias) {
   __shared__ float scratch[kWarps][kDbiasCols];
+  AwaitPredecessor();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t col = static_cast<int64_t>(blockIdx.x) * kDbiasCols + lane;
   float sum = 0.0f;
@@ -37,16 +39,14 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t LaunchFinishAmax(const QuantizedOut& out, const PassWorkspace& workspace, cudaStream_t stream) {
   if (out.amax == nullptr) return cudaSuccess;
-  FinishAmaxKernel<<<1, kThreads, 0, stream>>>(out.if_unseeded ? out.scale : nullptr, workspace.partials,
-                                               workspace.num_partials, out.amax);
-  return cudaGetLastError();
+  return Launch(FinishAmaxKernel, 1, kThreads, stream, out.if_unseeded ? out.scale : nullptr, workspace.partials,
+                workspace.num_partials, out.amax);
 }
 
 cudaError_t LaunchDbias(int64_t num_row_tiles, int64_t cols, const float* tile_sums, float* dbias,
                         cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((cols + kDbiasCols - 1) / kDbiasCols);
-  DbiasKernel<<<blocks, kThreads, 0, stream>>>(num_row_tiles, cols, tile_sums, dbias);
-  return cudaGetLastError();
+  return Launch(DbiasKernel, blocks, kThreads, stream, num_row_tiles, cols, tile_sums, dbias);
 }
 
 }  // namespace te_jax::kernels

@@ -14,7 +14,7 @@
 //   AmaxKernel    if y is quantized: its blocks return at once unless the scale operand is 0; also zeroes amax
 //   WriteKernel   reduces the partial maxima to a scale if the scale operand is 0, then writes
 //   DbiasKernel   sums the tiles' column sums, in a fixed order
-// An amax alone is AmaxKernel and FinishAmaxKernel.
+// An amax alone is AmaxKernel and FinishAmaxKernel. Each is launched while the one before it ends (launch.cuh).
 #ifndef TE_JAX_KERNELS_QUANTIZING_PASS_CUH_
 #define TE_JAX_KERNELS_QUANTIZING_PASS_CUH_
 
@@ -26,6 +26,7 @@
 #include "csrc/core/fp8.h"
 #include "csrc/core/scale.h"
 #include "csrc/kernels/fp8.cuh"
+#include "csrc/kernels/launch.cuh"
 #include "csrc/kernels/reduce.cuh"
 #include "csrc/kernels/vector.cuh"
 #include "csrc/kernels/workspace.h"
@@ -97,6 +98,7 @@ __global__ void __launch_bounds__(kThreads)
     AmaxKernel(Loader loader, int64_t rows, int64_t cols, const float* only_if_zero, uint32_t* partials,
                float* amax_to_zero) {
   __shared__ uint32_t scratch[kWarps];
+  AwaitPredecessor();
   if (amax_to_zero != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *amax_to_zero = 0.0f;
   if (only_if_zero != nullptr && *only_if_zero != 0.0f) return;
   const int64_t num_tiles = NumRowTiles(rows) * NumColTiles(cols);
@@ -122,7 +124,8 @@ __global__ void __launch_bounds__(kThreads)
 
 __device__ inline uint32_t ReducePartials(const uint32_t* partials, int num_partials, uint32_t* scratch) {
   uint32_t bits = 0;
-  for (int i = threadIdx.x; i < num_partials; i += kThreads) bits = max(bits, partials[i]);
+  // From the L2 cache: blocks of a kernel that is still running may have written them.
+  for (int i = threadIdx.x; i < num_partials; i += kThreads) bits = max(bits, __ldcg(partials + i));
   return BlockMax<kThreads>(bits, scratch);
 }
 
@@ -181,12 +184,14 @@ __device__ inline void WriteTileSums(float (&sums)[kChunk], const Place& at, int
   __syncthreads();  // scratch may be written again
 }
 
-// The scale to quantize with, and whether it is derived from this tensor's amax (as bits). For the whole block.
+// The scale to quantize with, and whether it is derived from this tensor's amax (as bits). For the whole block; one
+// block of the pass `publishes` it.
 struct Scale {
   float value;
   bool derived;
   uint32_t amax_bits;
-  __device__ Scale(const PassParams& params, uint32_t* scratch) : value(*params.scale), derived(false), amax_bits(0) {
+  __device__ Scale(const PassParams& params, bool publishes, uint32_t* scratch)
+      : value(*params.scale), derived(false), amax_bits(0) {
     if (!params.quantizes) return;
     derived = value == 0.0f;
     if (derived) {
@@ -194,28 +199,32 @@ struct Scale {
       value = ScaleFromAmax(AmaxFromBits(amax_bits), params.format_max, params.margin, params.power_of_two);
     }
     if (!(value > 0.0f)) value = __uint_as_float(kNaNBits);  // a broken state must be loud
-    if (blockIdx.x != 0 || threadIdx.x != 0) return;
+    if (!publishes || threadIdx.x != 0) return;
     *params.scale_used = value;
     *params.scale_inv = __fdiv_rn(1.0f, value);
     if (params.amax != nullptr && derived) *params.amax = AmaxFromBits(amax_bits);
   }
 };
 
-// kDbias: column sums are wanted; they cost registers and an addition for each element.
+template <class Loader>
+struct TileMemory {
+  alignas(16) TransposedTile tiles[Loader::kOutputs];
+  float sums[kWarps][kTileCols];
+  uint32_t maxima[kWarps];
+};
+
+template <class Loader>
+constexpr int kBlocksPerSM = Loader::kOutputs == 1 ? 4 : 3;  // as many as registers are left for
+
+// Writes what is wanted of the tile. kDbias: column sums are wanted; they cost registers and an addition for each
+// element.
 template <class Loader, bool kDbias>
-__global__ void __launch_bounds__(kThreads, Loader::kOutputs == 1 ? 4 : 3)
-    WriteKernel(Loader loader, PassParams params) {
+__device__ inline void WriteTile(const Loader& loader, const PassParams& params, const Place& at,
+                                 const Operands<Loader>& operands, bool publishes, TileMemory<Loader>& memory) {
   using T = typename Loader::Element;
   constexpr int kPlanes = Loader::kOutputs;
-  __shared__ alignas(16) TransposedTile tiles[kPlanes];
-  __shared__ float sums_scratch[kWarps][kTileCols];
-  __shared__ uint32_t scratch[kWarps];
-
   const int64_t rows = params.rows, cols = params.cols, row_length = kPlanes * cols;
-  // From the end: what an amax or statistics pass has read last is still in the L2 cache.
-  const Place at(gridDim.x - 1 - blockIdx.x, cols);
-  const Operands<Loader> operands(loader, at, rows, cols);
-  const Scale scale(params, scratch);
+  const Scale scale(params, publishes, memory.maxima);
 
   float amax = 0.0f;
   uint32_t words[kPlanes][kRowsPerThread][kWords];
@@ -249,24 +258,34 @@ __global__ void __launch_bounds__(kThreads, Loader::kOutputs == 1 ? 4 : 3)
 
 #pragma unroll
   for (int plane = 0; plane < kPlanes; ++plane) {
-    if (params.data_t != nullptr) StoreTransposed(words[plane], at, tiles[plane]);
+    if (params.data_t != nullptr) StoreTransposed(words[plane], at, memory.tiles[plane]);
     if constexpr (kDbias) {
       float* tile_sums = params.tile_sums + at.tile_row / kTileRows * row_length + plane * cols;
-      WriteTileSums(sums[plane], at, cols, sums_scratch, tile_sums);
+      WriteTileSums(sums[plane], at, cols, memory.sums, tile_sums);
     }
   }
   if (params.amax != nullptr && !scale.derived) {
-    const uint32_t bits = BlockMax<kThreads>(__float_as_uint(amax), scratch);
-    // Started from the 0 that AmaxKernel wrote.
+    const uint32_t bits = BlockMax<kThreads>(__float_as_uint(amax), memory.maxima);
+    // Started from the 0 that the kernel before wrote.
     if (threadIdx.x == 0) atomicMax(reinterpret_cast<uint32_t*>(params.amax), __float_as_uint(AmaxFromBits(bits)));
   }
   if (params.data_t != nullptr) {
     __syncthreads();
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane) {
-      WriteTransposed(tiles[plane], at, rows, cols, params.data_t + plane * cols * rows);
+      WriteTransposed(memory.tiles[plane], at, rows, cols, params.data_t + plane * cols * rows);
     }
   }
+}
+
+template <class Loader, bool kDbias>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSM<Loader>) WriteKernel(Loader loader, PassParams params) {
+  __shared__ TileMemory<Loader> memory;
+  AwaitPredecessor();
+  // From the end: what an amax pass has read last is still in the L2 cache.
+  const Place at(gridDim.x - 1 - blockIdx.x, params.cols);
+  const Operands<Loader> operands(loader, at, params.rows, params.cols);
+  WriteTile<Loader, kDbias>(loader, params, at, operands, blockIdx.x == 0, memory);
 }
 
 // Defined in quantizing_pass.cu: they do not depend on the loader.
@@ -304,11 +323,10 @@ cudaError_t LaunchWrite(const Loader& loader, int64_t rows, int64_t cols, const 
   const auto num_tiles = static_cast<unsigned>(NumRowTiles(rows) * NumColTiles(cols));
   const PassParams params = MakePassParams(rows, cols, out, workspace);
   if (out.dbias == nullptr) {
-    WriteKernel<Loader, false><<<num_tiles, kThreads, 0, stream>>>(loader, params);
-    return cudaGetLastError();
+    return Launch(WriteKernel<Loader, false>, num_tiles, kThreads, stream, loader, params);
   }
-  WriteKernel<Loader, true><<<num_tiles, kThreads, 0, stream>>>(loader, params);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  const cudaError_t error = Launch(WriteKernel<Loader, true>, num_tiles, kThreads, stream, loader, params);
+  if (error != cudaSuccess) return error;
   return LaunchDbias(NumRowTiles(rows), Loader::kOutputs * cols, workspace.tile_sums, out.dbias, stream);
 }
 
@@ -323,9 +341,10 @@ cudaError_t LaunchQuantizingPass(const Loader& loader, int64_t rows, int64_t col
     // Where amax is taken while writing, the pass before it only zeroes it.
     const int64_t amax_rows = need == AmaxNeed::kZero ? 0 : rows;
     const int blocks = need == AmaxNeed::kZero ? 1 : workspace.num_partials;
-    AmaxKernel<<<blocks, kThreads, 0, stream>>>(
-        loader, amax_rows, cols, need == AmaxNeed::kAlways ? nullptr : out.scale, workspace.partials, out.amax);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    const float* only_if_zero = need == AmaxNeed::kAlways ? nullptr : out.scale;
+    const cudaError_t error = Launch(AmaxKernel<Loader>, blocks, kThreads, stream, loader, amax_rows, cols,
+                                     only_if_zero, workspace.partials, out.amax);
+    if (error != cudaSuccess) return error;
   }
   return LaunchWrite(loader, rows, cols, out, workspace, stream);
 }
