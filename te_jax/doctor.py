@@ -24,6 +24,7 @@ def _samples() -> dict[str, tuple]:
         "quantize": (spec.QuantizeSpec(format="e4m3", data_t=True), x, scale),
         "dequantize": (spec.DequantizeSpec(), data, scale),
         "norm": (spec.NormSpec(format="e4m3"), x, _shape(32), scale),
+        "norm_grad": (spec.NormGradSpec(), x, x, _shape(32), _shape(64, dtype=jnp.float32)),
         "activation": (spec.ActivationSpec(format="e4m3", kind="swiglu"), wide, scale),
         "activation_grad": (spec.ActivationGradSpec(format="e5m2", kind="swiglu"), x, wide, scale),
         "gemm": (spec.GemmSpec(), data, weight, scale, scale),
