@@ -44,6 +44,7 @@ INCLUDES = {
     "ffi/cuda": {"core", "ffi", "ffi/cuda", "kernels", "gemm", "comm"},
     "tests": {"core", "ffi", "cpu", "kernels", "gemm", "comm", "tests"},
     "tests/cuda": {"core", "kernels", "gemm", "comm", "tests"},
+    "tests/fake_cuda": {"core", "kernels", "gemm", "tests"},
 }
 # Who may know XLA and Python.
 EXTERNAL = {"xla/": ("ffi", "ffi/cpu", "ffi/cuda", "tests"), "pybind11/": ("ffi", "ffi/cpu", "ffi/cuda")}

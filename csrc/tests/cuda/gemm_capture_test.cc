@@ -1,4 +1,5 @@
-// GEMMs on a GPU that are first seen while a graph is captured: they are timed all the same, and the graph is whole.
+// GEMMs on a GPU that are first seen while a graph is captured are timed all the same, and the graph is whole; those seen
+// where memory is short run untimed.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -111,6 +112,35 @@ TEST(ChoicesAreTimed) {
                 choice.candidates, choice.note.c_str());
     EXPECT(choice.source == Choice::kTimed || choice.note == "the only candidate");
     EXPECT(choice.time_us <= choice.first_us);
+  }
+}
+
+size_t FreeBytes() {
+  size_t free = 0, total = 0;
+  EXPECT_CUDA(cudaDeviceSynchronize());
+  EXPECT_CUDA(cudaMemGetInfo(&free, &total));
+  return free;
+}
+
+TEST(TimingGivesItsMemoryBack) {
+  const Memory memory(560, 512, 1024);
+  const size_t before = FreeBytes();
+  EXPECT(Launches(memory, nullptr));
+  EXPECT(FreeBytes() + (size_t{64} << 20) > before);  // timing takes 160 MiB and more; kernels that are loaded stay
+}
+
+TEST(WithoutMemoryTheFirstRuns) {
+  const Memory memory(576, 512, 1024);
+  void* rest = nullptr;
+  EXPECT_CUDA(cudaMalloc(&rest, FreeBytes() - (size_t{300} << 20)));
+  EXPECT(Launches(memory, nullptr));
+  EXPECT_CUDA(cudaGetLastError());
+  EXPECT_CUDA(cudaDeviceSynchronize());
+  EXPECT_CUDA(cudaFree(rest));
+  for (const auto& [key, choice] : Algorithms().All()) {
+    if (key.gemm.find("m=576 ") == std::string::npos) continue;
+    EXPECT(choice.source == Choice::kFirst);
+    EXPECT_CONTAINS(choice.note, "MiB");
   }
 }
 
