@@ -1,5 +1,6 @@
 """The doctor's report: what runs as a custom call, and the reason for whatever does not."""
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -9,7 +10,7 @@ import jax
 import pytest
 
 from te_jax import compat, config, doctor
-from te_jax.primitives import TARGETS, library
+from te_jax.primitives import TARGETS, gemm_algorithms, library
 
 
 def section(title):
@@ -60,6 +61,18 @@ def test_says_why_there_is_no_cuda():
     reason = library.status("cuda").reason
     assert f"cuda: not available: {reason}" in section("native library")
     assert all(line.endswith(f": jnp reference: {reason}") for line in section("what runs on cuda"))
+
+
+def test_lists_gemm_algorithms(monkeypatch):
+    timed = gemm_algorithms.GemmAlgorithm(
+        device="H200", gemm="m=16", algorithm="0", source="timed", time_us=7.25, first_us=8.0, candidates=8, note=""
+    )
+    untimed = dataclasses.replace(timed, gemm="m=32", source="first", time_us=0.0, first_us=0.0, note="no memory")
+    monkeypatch.setattr(gemm_algorithms, "report", lambda: [timed, untimed])
+    assert section("GEMM algorithms") == [
+        "H200: m=16: timed, 7.2 us, the heuristic's first 8.0 us",
+        "H200: m=32: first, no memory",
+    ]
 
 
 def test_runs_as_a_program():

@@ -110,10 +110,9 @@ class Manager:
         folder = self._directory / str(step)
         described = document.read(folder)
         document.check_recipe(described, self._recipe, folder)
-        if described.get("gemm_algorithms", {}).get(
-            "devices"
-        ):  # so that a run on CUDA goes on with the same algorithms
-            gemm_algorithms.load_table(described["gemm_algorithms"])
+        algorithms = described.get("gemm_algorithms", {})
+        if algorithms.get("devices"):  # so that a run on CUDA goes on with the same algorithms
+            gemm_algorithms.load_table(algorithms)
         targets = _items(variables, opt_state, extras)
         for name, tree in (("opt_state", opt_state), ("extras", extras)):
             if tree is not None and name in described["items"]:

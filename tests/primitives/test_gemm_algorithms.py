@@ -181,3 +181,14 @@ def test_a_checkpoint_brings_them_along(process, tmp_path):
     checkpoint.restore(tmp_path, variables, recipe=None)
     (choice,) = gemm_algorithms.report()
     assert (choice.gemm, choice.source) == ("m=16", "loaded")
+
+
+def test_a_checkpoint_of_another_cublaslt_is_restored_without_them(process, tmp_path):
+    variables = {"params": {"kernel": jnp.full((4,), 3.0)}}
+    process(version=130000).add(H200, "m=16")
+    checkpoint.save(tmp_path, 1, variables, recipe=None)
+    process()
+    with pytest.warns(RuntimeWarning, match="GEMM algorithms are not loaded: expected those of cuBLASLt 130100"):
+        restored = checkpoint.restore(tmp_path, variables, recipe=None)
+    assert restored.variables["params"]["kernel"].tolist() == [3.0] * 4
+    assert gemm_algorithms.report() == []
