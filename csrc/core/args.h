@@ -7,6 +7,7 @@
 #define TE_JAX_CORE_ARGS_H_
 
 #include <cstdint>
+#include <vector>
 
 namespace te_jax {
 
@@ -117,6 +118,31 @@ struct GemmArgs {
   const float* out_scale = nullptr;      // [1], FP8 output only
   void* out = nullptr;                   // [m, n]
   float* amax = nullptr;                 // [1] out, FP8 output only
+};
+
+// FP8 state of `formats.size()` = Q quantizers (csrc/core/state.h); its leaves, float32.
+struct StateLeaves {
+  int64_t history_len = 0;              // H
+  const float* amax_history = nullptr;  // [Q, H]
+  const float* scale = nullptr;         // [Q]
+  const float* uses = nullptr;          // [Q, 66]
+  std::vector<DType> formats;           // [Q]
+  int32_t margin = 0;
+  bool most_recent = false;  // the scale comes from the newest amax instead of the largest one
+};
+
+struct ScaleReadArgs {
+  StateLeaves leaves;
+  std::vector<float*> scales;  // [Q] of [1] out
+};
+
+struct ScaleWriteArgs {
+  StateLeaves leaves;
+  std::vector<const float*> scales;  // [Q] of [1]: what was used; null for a quantizer that was not
+  std::vector<const float*> amaxes;  // [Q] of [1]; null for a quantizer that was not used
+  float* amax_history = nullptr;     // [Q, H] out; rows that were not used are 0 in all three
+  float* scale = nullptr;            // [Q] out
+  float* uses = nullptr;             // [Q, 66] out
 };
 
 }  // namespace te_jax

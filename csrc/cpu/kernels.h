@@ -14,6 +14,8 @@ namespace te_jax::cpu {
 [[nodiscard]] bool Activation(const ActivationArgs& args);
 [[nodiscard]] bool ActivationGrad(const ActivationGradArgs& args);
 [[nodiscard]] bool Gemm(const GemmArgs& args);
+[[nodiscard]] bool ScaleRead(const ScaleReadArgs& args);
+[[nodiscard]] bool ScaleWrite(const ScaleWriteArgs& args);
 
 // The Fortran BLAS routine that Gemm multiplies with: column major, 32-bit sizes. Set once, before the first GEMM.
 using SgemmFn = void (*)(char* transa, char* transb, int* m, int* n, int* k, float* alpha, float* a, int* lda, float* b,

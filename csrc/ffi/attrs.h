@@ -57,6 +57,19 @@ struct GemmSpec {
   bool in_place, amax, fast_accumulation;
 };
 
+struct ScaleReadSpec {
+  std::string_view formats;
+  int64_t margin;
+  bool most_recent;
+};
+
+struct ScaleWriteSpec {
+  std::string_view formats;
+  int64_t margin;
+  bool most_recent;
+  std::string_view used;
+};
+
 }  // namespace te_jax
 
 #define TE_JAX_QUANTIZING_MEMBERS                                                                         \
@@ -83,6 +96,11 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::GemmSpec, StructMember<bool>("fp8"
                                       StructMember<float>("alpha"), StructMember<float>("beta"),
                                       StructMember<bool>("in_place"), StructMember<bool>("amax"),
                                       StructMember<bool>("fast_accumulation"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ScaleReadSpec, StructMember<std::string_view>("formats"),
+                                      StructMember<int64_t>("margin"), StructMember<bool>("most_recent"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ScaleWriteSpec, StructMember<std::string_view>("formats"),
+                                      StructMember<int64_t>("margin"), StructMember<bool>("most_recent"),
+                                      StructMember<std::string_view>("used"));
 
 #undef TE_JAX_QUANTIZING_MEMBERS
 

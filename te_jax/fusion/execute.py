@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from te_jax import compat, errors
+from te_jax import compat, errors, primitives
 from te_jax.fusion.fuser import RunPlan, plan_run
 from te_jax.fusion.pattern import Rule, Step
 from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo, Used
 from te_jax.parallel import mesh
-from te_jax.quant import state as fp8_state
+from te_jax.primitives.spec import ScaleReadSpec, ScaleWriteSpec
 from te_jax.quant.format import is_fp8
-from te_jax.quant.state import StateView
 from te_jax.recipe import DelayedScaling, Recipe
 
 Params = Mapping[str, Mapping[str, Array]]  # scope -> name -> array
+Scales = list[dict[str, Array]]  # link -> role -> f32[]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +43,11 @@ class Run:
         return plan_run(self.links, self.forward_rules, self.backward_rules)
 
     @property
+    def quantizes(self) -> bool:
+        """Whether any linear is quantized."""
+        return any(info.quantized for info in self.links)
+
+    @property
     def quantizers(self) -> tuple[tuple[int, str], ...]:
         """(link, role) of every row of the run's FP8 state. Unquantized linears have theirs, unused."""
         return tuple((i, role) for i, info in enumerate(self.links) for role in info.op.roles)
@@ -56,9 +60,14 @@ class Run:
         return self.recipe
 
     @property
-    def fp8_max(self) -> np.ndarray:
-        """f32[Q]: the largest value of each quantizer's format."""
-        return np.array([self.stateful_recipe.format(role).max for _, role in self.quantizers], np.float32)
+    def scale_spec(self) -> ScaleReadSpec:
+        """How the scales of the run's quantizers come from its FP8 state."""
+        recipe = self.stateful_recipe
+        return ScaleReadSpec(
+            formats=" ".join(recipe.format(role).name for _, role in self.quantizers),
+            margin=recipe.margin,
+            most_recent=recipe.amax_compute_algo == "most_recent",
+        )
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)  # one program where it is called outside of one
@@ -72,19 +81,17 @@ def execute(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @compat.numpy_promotion()
 def _run(run: Run, params, state, keys, x, extras):
-    y, contexts = _forward(run, params, _read(run, state), keys, x, extras, train=False)
+    y, contexts = _forward(run, params, read_scales(run, state), keys, x, extras, train=False)
     return y, leaving(run, [ctx.extra_outputs for ctx in contexts])
 
 
 @compat.numpy_promotion()
 def _run_fwd(run: Run, params, state, keys, x, extras):
-    view = _read(run, state)
-    y, contexts = _forward(run, params, view, keys, x, extras, train=True)
+    scales = read_scales(run, state)
+    y, contexts = _forward(run, params, scales, keys, x, extras, train=True)
     kinds = jax.tree.map(_Like.of, (x, extras))
     saved = jax.tree.map(_apart, [ctx.saved for ctx in contexts])
-    # What was read of the state is kept for the backward pass: it is small, and compiling it twice would take longer
-    # than compiling the rest of the chain.
-    residuals = (params, state, view, keys, kinds, saved, [ctx.used for ctx in contexts])
+    residuals = (params, state, scales, keys, kinds, saved, [ctx.used for ctx in contexts])
     return (y, leaving(run, [ctx.extra_outputs for ctx in contexts])), residuals
 
 
@@ -99,14 +106,14 @@ def _apart(saved: Array) -> Array:
 
 @compat.numpy_promotion()
 def _run_bwd(run: Run, residuals, cotangents):
-    params, state, view, keys, kinds, saved, used = residuals
+    params, state, scales, keys, kinds, saved, used = residuals
     dy, extra_output_grads = cotangents
-    contexts = backward_contexts(run, params, keys, saved, extra_output_grads, _scales(run, view))
+    contexts = backward_contexts(run, params, keys, saved, extra_output_grads, scales)
     for step in run.plan.backward:
         dy = backward_step(run, step, contexts, dy)
     extra_grads = leaving(run, [ctx.extra_input_grads for ctx in contexts])
     dx, extra_grads = jax.tree.map(lambda kind, g: kind.match(g), kinds, (dy, extra_grads), is_leaf=_is_kind)
-    state_grad = _new_state(run, state, view, [{**f, **ctx.used} for f, ctx in zip(used, contexts, strict=True)])
+    state_grad = write_state(run, state, [{**f, **ctx.used} for f, ctx in zip(used, contexts, strict=True)])
     return _param_grads(params, contexts), state_grad, None, dx, extra_grads
 
 
@@ -129,8 +136,8 @@ def backward_contexts(run: Run, params, keys, saved, extra_output_grads, scales)
     return contexts
 
 
-def _forward(run: Run, params, view: StateView | None, keys, x, extras, *, train: bool):
-    contexts = forward_contexts(run, params, keys, extras, _scales(run, view), train=train)
+def _forward(run: Run, params, scales: Scales, keys, x, extras, *, train: bool):
+    contexts = forward_contexts(run, params, keys, extras, scales, train=train)
     for step in run.plan.forward:
         x = forward_step(run, step, contexts, x)
     return x, contexts
@@ -202,30 +209,26 @@ def _is_kind(node: Any) -> bool:
     return isinstance(node, _Like)
 
 
-def _read(run: Run, state: Mapping[str, Array]) -> StateView | None:
-    """The run's FP8 state as this step sees it; None without state (current scaling)."""
-    return fp8_state.read(state, run.fp8_max, run.stateful_recipe) if state else None
-
-
-def _scales(run: Run, view: StateView | None) -> list[dict[str, Array]]:
-    """Per link: role -> the scale to quantize with. Empty without state."""
-    scales: list[dict[str, Array]] = [{} for _ in run.links]
-    if view is not None:
-        for row, (link, role) in enumerate(run.quantizers):
-            scales[link][role] = view.scale[row]
+def read_scales(run: Run, state: Mapping[str, Array]) -> Scales:
+    """Per link: role -> f32[], the scale to quantize with. Empty without state (current scaling)."""
+    scales: Scales = [{} for _ in run.links]
+    if state and run.quantizes:
+        for (link, role), scale in zip(run.quantizers, primitives.scale_read(state, run.scale_spec), strict=True):
+            scales[link][role] = scale
     return scales
 
 
-def _new_state(run: Run, state, view: StateView | None, used: list[Used]):
+def write_state(run: Run, state: Mapping[str, Array], used: Sequence[Used]) -> Mapping[str, Array]:
     """The state's cotangent: its next value; zero in the rows of quantizers that this call didn't use."""
-    if view is None:
-        return state
+    if not state or not run.quantizes:
+        return jax.tree.map(lambda leaf: _Like.of(leaf).match(jnp.zeros(leaf.shape, leaf.dtype)), state)
     rows = [used[link].get(role) for link, role in run.quantizers]
-    zero = jnp.zeros((), jnp.float32)
-    scale = jnp.stack([zero if row is None else row[0] for row in rows])
-    amax = jnp.stack([zero if row is None else row[1] for row in rows])
-    is_used = np.array([row is not None for row in rows])
-    new = fp8_state.write(view, scale, amax, like=state)
-    if is_used.all():
-        return new
-    return jax.tree.map(lambda leaf: jnp.where(is_used[:, None] if leaf.ndim > 1 else is_used, leaf, 0), new)
+    read = run.scale_spec
+    spec = ScaleWriteSpec(
+        formats=read.formats,
+        margin=read.margin,
+        most_recent=read.most_recent,
+        used="".join("0" if row is None else "1" for row in rows),
+    )
+    scales, amaxes = ([row[i] for row in rows if row is not None] for i in range(2))
+    return primitives.scale_write(state, scales, amaxes, spec)

@@ -7,21 +7,23 @@ are listed. So a plan can't differ from the program, and a test compares it with
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from te_jax import compat
 from te_jax.fusion.execute import (
     Run,
-    _read,
-    _scales,
     backward_contexts,
     backward_step,
     forward_contexts,
     forward_step,
     leaving,
+    read_scales,
+    write_state,
 )
 from te_jax.fusion.pattern import Step
 from te_jax.primitives import TARGETS, library, support
@@ -112,12 +114,15 @@ def make_plan(
 def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[PlannedStep], list[PlannedStep]]:
     """Traces a run step by step; values between steps are ShapeDtypeStructs."""
     params, state, keys, x, extras = (avals[k] for k in ("params", "state", "keys", "x", "extras"))
-    scales = jax.eval_shape(lambda s: _scales(run, _read(run, s)), state)
+    what, scales = _trace(lambda s: read_scales(run, s), state)
 
     arrays = (params, keys, extras, scales)
     nothing: list[tuple] = [()] * len(run.links)
     saved, outputs = nothing, nothing  # of each link: what it saved, and its extra outputs
     forward, value = [], x
+    has_state = bool(state) and run.quantizes
+    if has_state:
+        forward.append(_state_step(run, "reads the scales of", what))
     for step in run.plan.forward:
 
         def traced_forward(arrays, outputs, value, step=step):
@@ -145,7 +150,16 @@ def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[Plann
 
         what, (value, grads, _) = _trace(traced_backward, arrays, saved, leaving(run, outputs), grads, value)
         backward.append(_planned(run, step, what, value, backward=True))
+    if has_state:
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        used = [dict.fromkeys(info.op.roles, (scalar, scalar)) if info.quantized else {} for info in run.links]
+        what, _ = _trace(functools.partial(write_state, run), state, used)
+        backward.append(_state_step(run, "writes the state of", what))
     return forward, backward
+
+
+def _state_step(run: Run, does: str, what: _Traced) -> PlannedStep:
+    return PlannedStep(("FP8 state",), f"{does} {len(run.quantizers)} quantizers", what.custom_calls, False, ())
 
 
 def _trace(fn, *avals) -> tuple[_Traced, Any]:

@@ -25,6 +25,10 @@ from te_jax.primitives.spec import GemmSpec as GemmSpec
 from te_jax.primitives.spec import NormGradSpec as NormGradSpec
 from te_jax.primitives.spec import NormSpec as NormSpec
 from te_jax.primitives.spec import QuantizeSpec as QuantizeSpec
+from te_jax.primitives.spec import ScaleReadSpec as ScaleReadSpec
+from te_jax.primitives.spec import ScaleWriteSpec as ScaleWriteSpec
+from te_jax.primitives.state import scale_read as scale_read
+from te_jax.primitives.state import scale_write as scale_write
 
 TARGETS = _definition.targets()
 """The names of all custom calls: those of the primitives in a jaxpr, and of the targets in a lowered program."""

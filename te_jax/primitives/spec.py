@@ -161,3 +161,31 @@ class AttentionGradSpec(Spec):
 
     causal: bool
     scale: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleReadSpec(Spec):
+    """``scale_read(amax_history f32[Q, H], scale f32[Q], uses f32[Q, 66])``: the FP8 state of Q quantizers.
+
+    Q results f32[]: the scale that each quantizer quantizes with now (``te_jax.quant.state.read``). They are results of
+    their own, as each is an operand of another pass: a stacked one would have to be sliced, a kernel for each.
+    """
+
+    formats: str  # "e4m3 e4m3 e5m2": a word for each quantizer
+    margin: int = 0
+    most_recent: bool = False  # scales come from the newest amax instead of the largest one
+
+    @property
+    def quantizers(self) -> int:
+        return len(self.formats.split(" "))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleWriteSpec(ScaleReadSpec):
+    """``scale_write(amax_history, scale, uses, *used scales f32[], *amaxes f32[])``: what one use writes.
+
+    ``used`` has a "1" for every quantizer that was used, in order; only these have a scale and an amax among the
+    operands, and the rows of the others are zero. Results: the three leaves (``te_jax.quant.state.write``).
+    """
+
+    used: str

@@ -34,6 +34,9 @@ u = 0 or not finite: unused or new; the quantizer takes the amax of its current 
 
 Everything is done in a fixed number of elementwise operations and small reductions over all quantizers at once. Rungs
 come from the bits of amax, without a logarithm, so that CPU and GPU agree; divisions by powers of two are exact.
+
+This is the reference of the custom calls ``te_jax_scale_read`` and ``te_jax_scale_write`` (te_jax/primitives/state.py,
+csrc/core/state.h), which give the same bits as it does on CPU.
 """
 
 from __future__ import annotations
@@ -128,7 +131,8 @@ def read(leaves: Leaves, fp8_max: jax.typing.ArrayLike, recipe: DelayedScaling) 
         amax = history[..., 0]
     else:
         amax = jnp.maximum(d.newest, d.older_max)
-    derived = jnp.minimum(divide(fp8_max, jnp.where(amax > 0, amax, 1.0)) * 2.0**-recipe.margin, MAX_SCALE)
+    derived = divide(fp8_max, jnp.where(amax > 0, amax, 1.0)) * 2.0**-recipe.margin
+    derived = jnp.minimum(jnp.where(derived >= _TINY, derived, 0.0), MAX_SCALE)
     # Without history a scale is kept, unless there was an amax too small for the history (below 2**-62): unseeded.
     kept = jnp.where(d.has_amax, 0.0, d.scale)
     scale = jnp.where(amax > 0, derived, kept)
@@ -158,7 +162,7 @@ def write(view: StateView, scale: jax.Array, amax: jax.Array, like: Leaves) -> d
 def _decode(leaves: Leaves) -> _Decoded:
     history, scale, uses = (leaves[name].astype(jnp.float32) for name in ("amax_history", "scale", "uses"))
     rungs, parity = uses[..., :RUNGS], uses[..., PARITY]
-    with_amax = rungs.sum(-1)
+    with_amax = _sum_of_rungs(rungs)
     u = with_amax + uses[..., NO_AMAX]
     used = (u != 0) & jnp.isfinite(u)
     u = jnp.where(used, u, 1.0)
@@ -173,7 +177,7 @@ def _decode(leaves: Leaves) -> _Decoded:
     # slot 0 over the share of uses that had an amax; that share is exactly 1 unless uses differed in having one.
     has_amax = used & (with_amax != 0)
     mean = _finite(_divide(history[..., 0], jnp.where(has_amax, with_amax, 1.0)))
-    newest = jnp.where(several, _upper_bound(mean, rungs / u[..., None]), mean)
+    newest = jnp.where(several, _upper_bound(mean, rungs * (1 / u)[..., None]), mean)
 
     # Treatments in bfloat16 round every slot on its own. Leaves that are not so rounded must match closely: 2**-15 is
     # above the rounding of a sum of 1000 microbatches (1e-5) and below two steps of gradient descent by 1e-5 (4e-5).
@@ -183,13 +187,20 @@ def _decode(leaves: Leaves) -> _Decoded:
     return _Decoded(
         used=used,
         newest=jnp.where(has_amax, newest, 0.0),
-        older=jnp.where(used[..., None], _finite(_divide(history[..., 1:], u[..., None])), 0.0),
-        older_max=jnp.where(used, _finite(_divide(jnp.where(u < 0, lowest, highest), u)), 0.0),
+        older=jnp.where(used[..., None], _finite(_over(history[..., 1:], u[..., None])), 0.0),
+        older_max=jnp.where(used, _finite(_over(jnp.where(u < 0, lowest, highest), u)), 0.0),
         scale=jnp.where(used, _finite(_divide(scale, u)), 0.0),
         has_amax=has_amax,
         parity=jnp.where(used & ~bad, jnp.sign(parity) * jnp.sign(u), 0.0),
         bad=bad,
     )
+
+
+def _sum_of_rungs(rungs: jax.Array) -> jax.Array:
+    """[..., 64] -> [...], in halves: an order that the kernels have too, so that the sum is the same everywhere."""
+    while (half := rungs.shape[-1] // 2) > 0:
+        rungs = rungs[..., :half] + rungs[..., half:]
+    return rungs[..., 0]
 
 
 def _encode(newest: jax.Array, older: jax.Array, scale: jax.Array, parity: jax.Array) -> dict[str, jax.Array]:
@@ -232,11 +243,25 @@ def _lower_edge(rung: jax.Array) -> jax.Array:
 
 def _divide(a: jax.Array, u: jax.Array) -> jax.Array:
     """a / u, exact on every device if u is a power of two (GPU division may be off by 2 ulp otherwise)."""
+    inverse, mantissa = _split(u)
+    return jnp.where(mantissa == 1, a * inverse, a * inverse / mantissa)
+
+
+def _over(a: jax.Array, u: jax.Array) -> jax.Array:
+    """a / u for many a that share a u: off by at most 1 ulp, exact if u is a power of two.
+
+    XLA makes this of a division by something broadcast anyway, but not everywhere.
+    """
+    inverse, mantissa = _split(u)
+    return a * inverse * (1 / mantissa)
+
+
+def _split(u: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(inverse, mantissa) with u * inverse = mantissa, 1 <= |mantissa| < 2, inverse a power of two."""
     bits = jax.lax.bitcast_convert_type(u, jnp.int32)
     exponent = jnp.clip(bits & 0x7F800000, 1 << 23, 253 << 23)
-    a = a * jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
-    mantissa = u * jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)  # 1 <= |mantissa| < 2
-    return jnp.where(mantissa == 1, a, a / mantissa)
+    inverse = jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
+    return inverse, u * inverse
 
 
 def _finite(a: jax.Array) -> jax.Array:

@@ -1,13 +1,14 @@
 """Steps of training reduced to their FP8 state, for the tests of it.
 
 A run of two quantizers (x in E4M3, dy in E5M2) is reduced to its state: `use` is the identity in x, whose custom
-gradient writes the state as a quantizing linear does.
+gradient writes the state as a quantizing linear does, by custom calls or their references (conftest.py).
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from te_jax import primitives
 from te_jax.quant import state
 from te_jax.recipe import DelayedScaling
 
@@ -23,9 +24,13 @@ def seeded(scale, amax):
     return jnp.where(scale == 0, fresh, scale)
 
 
+READ = primitives.ScaleReadSpec(formats="e4m3 e5m2")
+WRITE = primitives.ScaleWriteSpec(formats="e4m3 e5m2", used="11")
+
+
 @jax.custom_vjp
 def use(x, leaves):
-    return x * jnp.where(jnp.isnan(state.read(leaves, FP8_MAX, RECIPE).scale[0]), jnp.nan, 1.0)
+    return x * jnp.where(jnp.isnan(primitives.scale_read(leaves, READ)[0]), jnp.nan, 1.0)
 
 
 def use_fwd(x, leaves):
@@ -34,9 +39,9 @@ def use_fwd(x, leaves):
 
 def use_bwd(saved, dy):
     amax_x, leaves = saved
-    view = state.read(leaves, FP8_MAX, RECIPE)
     amax = jnp.stack([amax_x, jnp.max(jnp.abs(dy))])
-    return dy, state.write(view, seeded(view.scale, amax), amax, like=leaves)
+    scale = seeded(jnp.stack(primitives.scale_read(leaves, READ)), amax)
+    return dy, primitives.scale_write(leaves, list(scale), list(amax), WRITE)
 
 
 use.defvjp(use_fwd, use_bwd)

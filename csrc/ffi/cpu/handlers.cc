@@ -12,6 +12,7 @@
 #include "csrc/ffi/norm.h"
 #include "csrc/ffi/norm_grad.h"
 #include "csrc/ffi/quantize.h"
+#include "csrc/ffi/state.h"
 
 namespace te_jax {
 namespace {
@@ -70,3 +71,7 @@ TE_JAX_DEFINE_HANDLER(
     te_jax_cpu_activation_grad, ActivationGradSpec,
     te_jax::Handle<te_jax::ActivationGradSpec, te_jax::DecodeActivationGrad, te_jax::cpu::ActivationGrad>);
 TE_JAX_DEFINE_HANDLER(te_jax_cpu_gemm, GemmSpec, te_jax::HandleGemm);
+TE_JAX_DEFINE_HANDLER(te_jax_cpu_scale_read, ScaleReadSpec,
+                      te_jax::Handle<te_jax::ScaleReadSpec, te_jax::DecodeScaleRead, te_jax::cpu::ScaleRead>);
+TE_JAX_DEFINE_HANDLER(te_jax_cpu_scale_write, ScaleWriteSpec,
+                      te_jax::Handle<te_jax::ScaleWriteSpec, te_jax::DecodeScaleWrite, te_jax::cpu::ScaleWrite>);

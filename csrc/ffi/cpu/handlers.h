@@ -10,5 +10,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_norm_grad);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_activation);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_activation_grad);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_gemm);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_scale_read);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_scale_write);
 
 #endif  // TE_JAX_FFI_CPU_HANDLERS_H_

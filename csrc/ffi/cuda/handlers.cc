@@ -14,6 +14,7 @@
 #include "csrc/ffi/norm.h"
 #include "csrc/ffi/norm_grad.h"
 #include "csrc/ffi/quantize.h"
+#include "csrc/ffi/state.h"
 #include "csrc/gemm/gemm.h"
 #include "csrc/kernels/activation.h"
 #include "csrc/kernels/activation_grad.h"
@@ -21,6 +22,7 @@
 #include "csrc/kernels/norm.h"
 #include "csrc/kernels/norm_grad.h"
 #include "csrc/kernels/quantize.h"
+#include "csrc/kernels/state.h"
 
 namespace te_jax {
 namespace {
@@ -45,6 +47,10 @@ template <>
 constexpr char kOp<ActivationGradSpec>[] = "te_jax activation_grad";
 template <>
 constexpr char kOp<GemmSpec>[] = "te_jax gemm";
+template <>
+constexpr char kOp<ScaleReadSpec>[] = "te_jax scale_read";
+template <>
+constexpr char kOp<ScaleWriteSpec>[] = "te_jax scale_write";
 
 ffi::Error FromCuda(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
@@ -72,11 +78,12 @@ ffi::Error HandlePass(cudaStream_t stream, ffi::Result<ffi::AnyBuffer> memory, f
   return FromCuda(kOp<Spec>, kLaunch(*decoded, *workspace, stream));
 }
 
-ffi::Error HandleDequantize(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                            DequantizeSpec spec) {
-  const auto decoded = DecodeDequantize(args, rets, spec);
+// What needs no scratch memory.
+template <typename Spec, auto kDecode, auto kLaunch>
+ffi::Error HandleSmall(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, Spec spec) {
+  const auto decoded = kDecode(args, rets, spec);
   if (decoded.has_error()) return decoded.error();
-  return FromCuda(kOp<DequantizeSpec>, kernels::LaunchDequantize(*decoded, stream));
+  return FromCuda(kOp<Spec>, kLaunch(*decoded, stream));
 }
 
 ffi::Error HandleGemm(cudaStream_t stream, ffi::Result<ffi::AnyBuffer> memory, ffi::RemainingArgs args,
@@ -102,9 +109,9 @@ auto SignatureWithWorkspace() {
       .Attr<Spec>(kSpec);
 }
 
-auto DequantizeSignature() {
-  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets().Attr<DequantizeSpec>(
-      kSpec);
+template <typename Spec>
+auto SmallSignature() {
+  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets().Attr<Spec>(kSpec);
 }
 
 std::initializer_list<ffi::Traits> HandlerTraits() {
@@ -122,6 +129,9 @@ void SetCommandBuffers(bool enabled) { command_buffers = enabled; }
 #define TE_JAX_DEFINE_PASS(symbol, Spec, ...)                                            \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, (te_jax::HandlePass<te_jax::Spec, __VA_ARGS__>), \
                                 te_jax::SignatureWithWorkspace<te_jax::Spec>(), te_jax::HandlerTraits())
+#define TE_JAX_DEFINE_SMALL(symbol, Spec, ...)                                            \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, (te_jax::HandleSmall<te_jax::Spec, __VA_ARGS__>), \
+                                te_jax::SmallSignature<te_jax::Spec>(), te_jax::HandlerTraits())
 
 TE_JAX_DEFINE_PASS(te_jax_cuda_quantize, QuantizeSpec, te_jax::DecodeQuantize, te_jax::kernels::QuantizeWorkspaceBytes,
                    te_jax::kernels::LaunchQuantize);
@@ -133,7 +143,10 @@ TE_JAX_DEFINE_PASS(te_jax_cuda_activation, ActivationSpec, te_jax::DecodeActivat
                    te_jax::kernels::ActivationWorkspaceBytes, te_jax::kernels::LaunchActivation);
 TE_JAX_DEFINE_PASS(te_jax_cuda_activation_grad, ActivationGradSpec, te_jax::DecodeActivationGrad,
                    te_jax::kernels::ActivationGradWorkspaceBytes, te_jax::kernels::LaunchActivationGrad);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(te_jax_cuda_dequantize, te_jax::HandleDequantize, te_jax::DequantizeSignature(),
-                              te_jax::HandlerTraits());
+TE_JAX_DEFINE_SMALL(te_jax_cuda_dequantize, DequantizeSpec, te_jax::DecodeDequantize,
+                    te_jax::kernels::LaunchDequantize);
+TE_JAX_DEFINE_SMALL(te_jax_cuda_scale_read, ScaleReadSpec, te_jax::DecodeScaleRead, te_jax::kernels::LaunchScaleRead);
+TE_JAX_DEFINE_SMALL(te_jax_cuda_scale_write, ScaleWriteSpec, te_jax::DecodeScaleWrite,
+                    te_jax::kernels::LaunchScaleWrite);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(te_jax_cuda_gemm, te_jax::HandleGemm, te_jax::SignatureWithWorkspace<te_jax::GemmSpec>(),
                               te_jax::HandlerTraits());

@@ -17,5 +17,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_norm_grad);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_activation);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_activation_grad);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_gemm);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_scale_read);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_scale_write);
 
 #endif  // TE_JAX_FFI_CUDA_HANDLERS_H_

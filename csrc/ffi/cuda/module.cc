@@ -28,6 +28,8 @@ py::dict Registrations(bool command_buffers) {
   targets["te_jax_activation"] = te_jax::Capsule(te_jax_cuda_activation);
   targets["te_jax_activation_grad"] = te_jax::Capsule(te_jax_cuda_activation_grad);
   targets["te_jax_gemm"] = te_jax::Capsule(te_jax_cuda_gemm);
+  targets["te_jax_scale_read"] = te_jax::Capsule(te_jax_cuda_scale_read);
+  targets["te_jax_scale_write"] = te_jax::Capsule(te_jax_cuda_scale_write);
   return targets;
 }
 
