@@ -23,7 +23,8 @@ struct QuantizedOut {
   float* scale_used = nullptr;     // [1] out
   float* scale_inv = nullptr;      // [1] out
   float* amax = nullptr;           // [1] out
-  float* dbias = nullptr;          // [cols] out
+  void* dbias = nullptr;           // [cols] out
+  DType dbias_dtype = DType::kF32;
   int32_t margin = 0;
   bool power_of_two = false;
   bool if_unseeded = false;

@@ -49,7 +49,7 @@ void WriteTransposed(const uint8_t* tile, int64_t count, int64_t first_row, int6
 
 // amax and the column sums, one pass over y.
 [[nodiscard]] bool Reduce(const void* y, DType dtype, int64_t rows, int64_t cols, float* row, float* amax,
-                          float* dbias) {
+                          void* dbias, DType dbias_dtype) {
   const Scratch<double> sums(dbias != nullptr ? cols : 0);
   if (!sums) return false;
   if (dbias != nullptr) std::fill(sums.get(), sums.get() + cols, 0.0);
@@ -63,7 +63,8 @@ void WriteTransposed(const uint8_t* tile, int64_t count, int64_t first_row, int6
   }
   if (amax != nullptr) *amax = FloatOf(bits);
   if (dbias != nullptr) {
-    for (int64_t c = 0; c < cols; ++c) dbias[c] = static_cast<float>(sums.get()[c]);
+    for (int64_t c = 0; c < cols; ++c) row[c] = static_cast<float>(sums.get()[c]);
+    StoreRow(row, cols, dbias_dtype, dbias, 0);
   }
   return true;
 }
@@ -119,7 +120,7 @@ bool WriteQuantized(const void* y, DType dtype, int64_t rows, int64_t cols, cons
   float own_amax = 0.0f;
   float* amax = out.amax == nullptr && quantizes && unseeded ? &own_amax : out.amax;
   if (amax != nullptr || out.dbias != nullptr) {
-    if (!Reduce(y, dtype, rows, cols, row.get(), amax, out.dbias)) return false;
+    if (!Reduce(y, dtype, rows, cols, row.get(), amax, out.dbias, out.dbias_dtype)) return false;
   }
   if (!quantizes) return true;
 

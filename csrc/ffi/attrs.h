@@ -18,6 +18,7 @@ struct QuantizingSpec {
   bool hp, data, data_t, amax, dbias;
   int64_t margin;
   bool power_of_two, if_unseeded;
+  std::string_view dbias_dtype = "float32";
 
   bool quantizes() const { return data || data_t; }
 };
@@ -75,7 +76,8 @@ struct ScaleWriteSpec {
 #define TE_JAX_QUANTIZING_MEMBERS                                                                         \
   StructMember<std::string_view>("format"), StructMember<bool>("hp"), StructMember<bool>("data"),         \
       StructMember<bool>("data_t"), StructMember<bool>("amax"), StructMember<bool>("dbias"),              \
-      StructMember<int64_t>("margin"), StructMember<bool>("power_of_two"), StructMember<bool>("if_unseeded")
+      StructMember<int64_t>("margin"), StructMember<bool>("power_of_two"), StructMember<bool>("if_unseeded"), \
+      StructMember<std::string_view>("dbias_dtype")
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::QuantizeSpec, TE_JAX_QUANTIZING_MEMBERS);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::NormSpec, TE_JAX_QUANTIZING_MEMBERS,

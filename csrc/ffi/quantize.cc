@@ -2,6 +2,8 @@
 
 #include <string>
 
+#include "csrc/core/fp8.h"
+
 namespace te_jax {
 
 namespace ffi = xla::ffi;
@@ -20,6 +22,8 @@ QuantizedOut DecodeQuantized(Operands& operands, const QuantizingSpec& spec, DTy
   QuantizedOut out;
   operands.Expect(ParseFormat(spec.format, &out.format), "format", "\"e4m3\" or \"e5m2\"", spec.format);
   operands.Expect(spec.margin >= -64 && spec.margin <= 64, "margin", "-64 to 64", std::to_string(spec.margin));
+  operands.Expect(ParseDType(spec.dbias_dtype, &out.dbias_dtype) && !IsFP8(out.dbias_dtype), "dbias_dtype",
+                  "float32, bfloat16 or float16", spec.dbias_dtype);
   if (spec.if_unseeded) {
     operands.Check(spec.amax && !spec.quantizes() && !spec.hp && !spec.dbias,
                    "if_unseeded: expected a pass that wants amax alone");
@@ -40,7 +44,7 @@ QuantizedOut DecodeQuantized(Operands& operands, const QuantizingSpec& spec, DTy
     out.scale_inv = operands.RetOf<float>("scale_inv", DType::kF32, {});
   }
   if (spec.amax) out.amax = operands.RetOf<float>("amax", DType::kF32, {});
-  if (spec.dbias) out.dbias = operands.RetOf<float>("dbias", DType::kF32, {shape.back()});
+  if (spec.dbias) out.dbias = operands.RetOf("dbias", out.dbias_dtype, {shape.back()});
   return out;
 }
 

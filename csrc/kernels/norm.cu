@@ -272,7 +272,7 @@ cudaError_t LaunchTyped(const NormArgs& args, void* memory, cudaStream_t stream)
   error = Launch(NormKernel<T, kLayer, true>, tasks, kThreads, stream, loader, schedule, args.epsilon, counters,
                  params);
   if (error != cudaSuccess) return error;
-  return LaunchDbias(NumRowTiles(args.rows), args.cols, workspace.tile_sums, args.out.dbias, stream);
+  return LaunchDbias(NumRowTiles(args.rows), args.cols, workspace.tile_sums, args.out, stream);
 }
 
 }  // namespace

@@ -1,3 +1,4 @@
+#include "csrc/kernels/dispatch.h"
 #include "csrc/kernels/quantizing_pass.cuh"
 
 namespace te_jax::kernels {
@@ -15,8 +16,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // dbias[c] = sum over tiles of tile_sums[tile, c]; warp w takes tiles w, w + 8, ...
+template <class T>
 __global__ void __launch_bounds__(kThreads)
-    DbiasKernel(int64_t num_row_tiles, int64_t cols, const float* tile_sums, float* dbias) {
+    DbiasKernel(int64_t num_row_tiles, int64_t cols, const float* tile_sums, T* dbias) {
   __shared__ float scratch[kWarps][kDbiasCols];
   AwaitPredecessor();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -32,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
   sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) sum += scratch[i][lane];
-  dbias[col] = sum;
+  dbias[col] = static_cast<T>(sum);  // rounds to nearest even
 }
 
 }  // namespace
@@ -43,10 +45,13 @@ cudaError_t LaunchFinishAmax(const QuantizedOut& out, const PassWorkspace& works
                 workspace.num_partials, out.amax);
 }
 
-cudaError_t LaunchDbias(int64_t num_row_tiles, int64_t cols, const float* tile_sums, float* dbias,
+cudaError_t LaunchDbias(int64_t num_row_tiles, int64_t cols, const float* tile_sums, const QuantizedOut& out,
                         cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>((cols + kDbiasCols - 1) / kDbiasCols);
-  return Launch(DbiasKernel, blocks, kThreads, stream, num_row_tiles, cols, tile_sums, dbias);
+  return DispatchFloat(out.dbias_dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto blocks = static_cast<unsigned>((cols + kDbiasCols - 1) / kDbiasCols);
+    return Launch(DbiasKernel<T>, blocks, kThreads, stream, num_row_tiles, cols, tile_sums, static_cast<T*>(out.dbias));
+  });
 }
 
 }  // namespace te_jax::kernels

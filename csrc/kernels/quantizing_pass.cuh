@@ -290,7 +290,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM<Loader>) WriteKernel(Lo
 
 // Defined in quantizing_pass.cu: they do not depend on the loader.
 cudaError_t LaunchFinishAmax(const QuantizedOut& out, const PassWorkspace& workspace, cudaStream_t stream);
-cudaError_t LaunchDbias(int64_t num_row_tiles, int64_t cols, const float* tile_sums, float* dbias, cudaStream_t stream);
+cudaError_t LaunchDbias(int64_t num_row_tiles, int64_t cols, const float* tile_sums, const QuantizedOut& out,
+                        cudaStream_t stream);
 
 inline PassParams MakePassParams(int64_t rows, int64_t cols, const QuantizedOut& out, const PassWorkspace& workspace) {
   PassParams params{};
@@ -327,7 +328,7 @@ cudaError_t LaunchWrite(const Loader& loader, int64_t rows, int64_t cols, const 
   }
   const cudaError_t error = Launch(WriteKernel<Loader, true>, num_tiles, kThreads, stream, loader, params);
   if (error != cudaSuccess) return error;
-  return LaunchDbias(NumRowTiles(rows), Loader::kOutputs * cols, workspace.tile_sums, out.dbias, stream);
+  return LaunchDbias(NumRowTiles(rows), Loader::kOutputs * cols, workspace.tile_sums, out, stream);
 }
 
 // The whole pass over y [rows, kOutputs * cols].

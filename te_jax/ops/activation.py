@@ -58,10 +58,10 @@ class _Activation(Op):
         return vjp(dy.astype(jnp.float32))[0].astype(x.dtype)
 
     def backward_quantized(
-        self, ctx: BackwardContext, dy: Array, scale: Array, quantizing: dict[str, Any], *, dbias: bool
+        self, ctx: BackwardContext, dy: Array, scale: Array, quantizing: dict[str, Any]
     ) -> primitives.QuantizeOut:
-        """The cotangent of x in FP8 only, as the linear before it wants it, and its sum over lead, in one pass."""
-        spec = ActivationGradSpec(kind=self.kind, dbias=dbias, **quantizing)
+        """The cotangent of x in FP8 only, as the linear before it wants it (``quantizing``), in one pass."""
+        spec = ActivationGradSpec(kind=self.kind, **quantizing)
         axes = mesh.amax_axes(dy, scale, ctx.info.recipe)
         return primitives.activation_grad(dy, ctx.saved, scale, spec, amax_axes=axes)
 

@@ -124,6 +124,11 @@ def quantizing(info: LinkInfo, role: str, *, train: bool = True) -> dict[str, An
     }
 
 
+def dbias_of(bias: Array | None) -> dict[str, Any]:
+    """The fields of a QuantizingSpec that ask for the gradient of this bias, rounded once to its dtype."""
+    return {} if bias is None else {"dbias": True, "dbias_dtype": jnp.dtype(bias.dtype).name}
+
+
 def as_qtensor(ctx: ForwardContext | BackwardContext, role: str, out: primitives.QuantizeOut, dtype: Any) -> QTensor:
     """What a pass wrote for ``role``, with its scale and amax entered in the state's books."""
     if out.amax is not None:
@@ -143,10 +148,10 @@ def scale_of(ctx: ForwardContext | BackwardContext, role: str) -> Array:
 
 
 def quantize_operand(
-    ctx: ForwardContext | BackwardContext, role: str, x: Array, *, train: bool = True, dbias: bool = False
+    ctx: ForwardContext | BackwardContext, role: str, x: Array, *, train: bool = True, bias: Array | None = None
 ) -> tuple[QTensor, Array | None]:
-    """Quantizes one operand by itself; with ``dbias`` also its sum over the leading dimensions, f32."""
-    spec = QuantizeSpec(dbias=dbias, **quantizing(ctx.info, role, train=train))
+    """Quantizes one operand by itself; given a ``bias`` also its gradient, the sum over the leading dimensions."""
+    spec = QuantizeSpec(**dbias_of(bias), **quantizing(ctx.info, role, train=train))
     scale = scale_of(ctx, role)
     out = primitives.quantize(x, scale, spec, amax_axes=mesh.amax_axes(x, scale, ctx.info.recipe))
     return as_qtensor(ctx, role, out, x.dtype), out.dbias
@@ -223,8 +228,8 @@ def backward(ctx: BackwardContext, dy: Array | QTensor, c: Array | None = None) 
 
 def backward_with_bias(ctx: BackwardContext, bias_ctx: BackwardContext, dy: Array, c: Array | None = None) -> Array:
     """As ``backward``; the bias gradient is a by-product of quantizing dy, so dy is read once."""
-    dy_q, dbias = quantize_operand(ctx, "dy", dy, dbias=True)
-    bias_ctx.param_grads["bias"] = required(dbias, "linear", "dbias").astype(bias_ctx.params["bias"].dtype)
+    dy_q, dbias = quantize_operand(ctx, "dy", dy, bias=bias_ctx.params["bias"])
+    bias_ctx.param_grads["bias"] = required(dbias, "linear", "dbias")
     return backward(ctx, dy_q, c)
 
 

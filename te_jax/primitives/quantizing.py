@@ -29,7 +29,7 @@ class QuantizeOut(NamedTuple):
     """Results of a pass that can quantize; None where the spec doesn't ask for one.
 
     hp [*lead, C] high precision; data [*lead, C] FP8; data_t [C, *lead] FP8; scale, scale_inv, amax f32[];
-    dbias f32[C]; mean, rstd f32[*lead].
+    dbias [C]; mean, rstd f32[*lead].
     """
 
     hp: jax.Array | None = None
@@ -54,6 +54,8 @@ def check(spec: QuantizingSpec, op: str, scale) -> None:
     """The operand ``scale`` and the fields of the spec that don't go together."""
     check_scalar(op, "scale", scale)
     format_of(spec.format)
+    dtypes = [dtype.name for dtype in HIGH_PRECISION]
+    errors.check_type(spec.dbias_dtype in dtypes, op, "dbias_dtype", " or ".join(dtypes), spec.dbias_dtype)
     alone = spec.amax and not (spec.quantizes or spec.hp or spec.dbias or getattr(spec, "stats", False))
     errors.check_value(not spec.if_unseeded or alone, op, "if_unseeded", "a pass that wants amax alone", spec)
     errors.check_value(names(spec) != (), op, "spec", "at least one wanted result", spec)
@@ -79,7 +81,7 @@ def results(spec: QuantizingSpec, y_shape: tuple[int, ...], dtype) -> tuple:
     f32 = np.dtype(np.float32)
     lead, cols = y_shape[:-1], y_shape[-1]
     known = {"hp": (y_shape, dtype), "data": (y_shape, fp8), "data_t": ((cols, *lead), fp8)}
-    known |= {"scale": ((), f32), "scale_inv": ((), f32), "amax": ((), f32), "dbias": ((cols,), f32)}
+    known |= {"scale": ((), f32), "scale_inv": ((), f32), "amax": ((), f32), "dbias": ((cols,), np.dtype(jnp.dtype(spec.dbias_dtype)))}
     return tuple(known[name] for name in names(spec))
 
 
@@ -119,7 +121,7 @@ def finish(spec: QuantizingSpec, y: jax.Array, scale: jax.Array) -> tuple:
         "scale": q.scale,
         "scale_inv": q.scale_inv,
         "amax": q.amax,
-        "dbias": jnp.sum(y.astype(jnp.float32), axis=tuple(range(y.ndim - 1))),
+        "dbias": jnp.sum(y.astype(jnp.float32), axis=tuple(range(y.ndim - 1))).astype(spec.dbias_dtype),
     }
     return tuple(known[name] for name in names(spec))
 
@@ -152,8 +154,10 @@ def local(call: Callable, spec: QuantizingSpec, reductions: Reductions, *operand
             power_of_two=spec.power_of_two,
         )
         scale = jnp.where(scale == 0, seeded, scale)
+    dbias_dtype, common = spec.dbias_dtype, names(spec)
+    if spec.dbias and reductions.sums:
+        spec = dataclasses.replace(spec, dbias_dtype="float32")  # rounded once, after the sum over shards
     outs = call(spec, *tensors, scale)
-    common = names(spec)
     outs = dict(zip((*common, *range(len(outs) - len(common))), outs, strict=True))
     if reductions.amax and spec.quantizes:
         # The same values as the pass gives, but typed as equal on all shards.
@@ -161,7 +165,7 @@ def local(call: Callable, spec: QuantizingSpec, reductions: Reductions, *operand
     if spec.amax:
         outs["amax"] = reduce_amax(outs["amax"], reductions.amax)
     if spec.dbias and reductions.sums:
-        outs["dbias"] = jax.lax.psum(outs["dbias"], reductions.sums)
+        outs["dbias"] = jax.lax.psum(outs["dbias"], reductions.sums).astype(dbias_dtype)
     return tuple(outs.values())
 
 

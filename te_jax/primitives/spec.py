@@ -50,7 +50,7 @@ class QuantizingSpec(Spec):
       scale     f32[]: the scale that was used; with ``data`` or ``data_t``
       scale_inv f32[]: 1 / scale; with ``data`` or ``data_t``
       amax      f32[]: max |y|; NaN if y holds a NaN
-      dbias     f32[C]: sum of y over lead, fp32
+      dbias     [C]: sum of y over lead, in fp32 and over all shards, then rounded to ``dbias_dtype``
     """
 
     format: str  # "e4m3" or "e5m2"
@@ -62,6 +62,7 @@ class QuantizingSpec(Spec):
     margin: int = 0  # a scale seeded from amax is divided by 2**margin
     power_of_two: bool = False  # a scale seeded from amax is floored to a power of two
     if_unseeded: bool = False  # amax only where the scale operand is 0, otherwise 0 without reading y
+    dbias_dtype: str = "float32"  # float32, bfloat16 or float16: that of the parameter
 
     @property
     def quantizes(self) -> bool:

@@ -78,6 +78,17 @@ def test_both_copies(on, shape, fmt, dtype, scale):
     assert_same_bits(out.data_t, np.moveaxis(out.data, -1, 0), "data_t against data")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dbias_is_rounded_once_to_the_dtype_asked_for(on, dtype):
+    x = tensor((272, 144), "bf16")
+    name = np.dtype(DTYPES[dtype]).name
+    wide, narrow = (
+        on("cuda", lambda x, d=d: P.quantize(x, np.float32(2), P.QuantizeSpec(format="e5m2", dbias=True, dbias_dtype=d)), x)
+        for d in ("float32", name)
+    )
+    assert_same_bits(narrow.dbias, wide.dbias.astype(DTYPES[dtype]))
+
+
 def test_transposed_copy_alone(on):
     x = tensor((272, 144), "bf16")
     out = compare(on, P.QuantizeSpec(format="e4m3", data=False, data_t=True), x, 2.0)

@@ -1,5 +1,7 @@
 """te_jax_quantize and te_jax_dequantize on CPU against ml_dtypes, bit for bit."""
 
+import dataclasses
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -35,6 +37,16 @@ def test_one_result_alone(wanted):
     spec = QuantizeSpec(format="e4m3", **(none | {wanted: True}))
     x = randn((48, 32))
     check_quantized(spec, x, 0.0, quantize(spec, x, 0.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dbias_is_rounded_once_to_the_dtype_asked_for(dtype):
+    spec = QuantizeSpec(format="e5m2", dbias=True, dbias_dtype=np.dtype(dtype).name)
+    x = randn((48, 32), ml_dtypes.bfloat16)
+    results = [*results_of(dataclasses.replace(spec, dbias=False), x.dtype, x.shape), ((32,), np.dtype(dtype))]
+    dbias = call("quantize", spec, results, x, np.float32(2))[-1]
+    want = x.astype(np.float64).sum(0).astype(np.float32).astype(dtype)
+    np.testing.assert_array_equal(dbias.astype(np.float32), want.astype(np.float32))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -75,6 +75,19 @@ def test_quantize(kind, scale):
 
 
 @COMPILER_CHOOSES
+def test_dbias_is_summed_over_shards_before_it_is_rounded(kind):
+    x = normal((8, 64, 32))
+    spec = QuantizeSpec(format="e5m2", dbias=True, dbias_dtype="bfloat16")
+    mesh = make_mesh(kind, kind)
+    with jax.set_mesh(mesh):
+        got, text = compile_and_run(lambda x: primitives.quantize(x, jnp.float32(1), spec), put(mesh, x, "a", "b"))
+    want = oracle.f64(x).sum((0, 1))
+    assert got.dbias.dtype == jnp.bfloat16
+    np.testing.assert_allclose(oracle.f64(got.dbias), want, rtol=2.0**-8 + 1e-5)  # one rounding
+    assert [c.results[3] for c in hlo.custom_calls(text) if len(c.results) > 3] == [("f32", (32,))]
+
+
+@COMPILER_CHOOSES
 def test_quantize_without_jit_and_without_a_mesh_in_context(kind):
     x = normal((8, 64, 32))
     got = primitives.quantize(put(make_mesh(kind, kind), x, "a", "b"), UNSEEDED, FULL)

@@ -32,16 +32,11 @@ class ActivationGradQuantize:
 
     def __call__(self, contexts: list[Any], dy: Any) -> QTensor:
         ctx, consumer = contexts[self.activation], contexts[self.consumer]
-        out = ctx.info.op.backward_quantized(
-            ctx,
-            dy,
-            linear.scale_of(consumer, "dy"),
-            linear.quantizing(consumer.info, "dy"),
-            dbias=self.bias is not None,
-        )
+        bias = None if self.bias is None else contexts[self.bias].params["bias"]
+        quantizing = linear.quantizing(consumer.info, "dy") | linear.dbias_of(bias)
+        out = ctx.info.op.backward_quantized(ctx, dy, linear.scale_of(consumer, "dy"), quantizing)
         if self.bias is not None:
-            bias_ctx = contexts[self.bias]
-            bias_ctx.param_grads["bias"] = out.dbias.astype(bias_ctx.params["bias"].dtype)
+            contexts[self.bias].param_grads["bias"] = out.dbias
         return linear.as_qtensor(consumer, "dy", out, dy.dtype)
 
 

@@ -1,0 +1,45 @@
+"""Forward and backward of linears as an H200 gets them: custom calls, and no kernel of XLA's between them."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import te_jax as te
+from te_jax import ops
+from te_jax.testing import aot
+
+# What is no kernel. Everything else in the entry computation is one, or a call of a library.
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "custom-call"}
+TARGETS = {"te_jax_scale_read", "te_jax_scale_write", "te_jax_quantize", "te_jax_gemm"}
+
+
+def entry(module, tokens, features):
+    """(opcode, custom call target) of every instruction of y, vjp = jax.vjp(module); vjp(dy)."""
+    x = jax.ShapeDtypeStruct((tokens, features), jnp.bfloat16)
+    variables = jax.eval_shape(module.init, jax.random.key(0), x)
+    dy = jax.eval_shape(module.apply, variables, x)
+
+    def step(variables, x, dy):
+        y, vjp = jax.vjp(module.apply, variables, x)
+        return y, vjp(dy)
+
+    text = aot.compile_for_h200(step, (variables, x, dy), options={"xla_gpu_enable_command_buffer": ""}).as_text()
+    lines = text[text.index("ENTRY") :].splitlines()
+    found = [re.match(r"\s+(?:ROOT )?%?[\w.-]+ = (?:\(.*?\)|\S+) ([a-z][\w-]*)\(.*", line) for line in lines]
+    assert sum(found_here is not None for found_here in found) > 10
+    return [(m[1], (re.findall(r'custom_call_target="([^"]+)"', m[0]) or [None])[0]) for m in found if m]
+
+
+@pytest.mark.parametrize("recipe", [te.DelayedScaling(), te.CurrentScaling()], ids=lambda r: r.name)
+@pytest.mark.parametrize("linears", [1, 3])
+def test_a_chain_of_linears_with_biases_is_custom_calls_alone(recipe, linears):
+    chain = [ops.Linear(512) for _ in range(linears)]
+    module = te.Sequential(chain, recipe=recipe, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    found = entry(module, 256, 512)
+    state = {"te_jax_scale_read": 1, "te_jax_scale_write": 1} if recipe.stateful else {}
+    want = {"te_jax_quantize": 3 * linears, "te_jax_gemm": 3 * linears, **state}
+    assert collections.Counter(target for _, target in found if target) == want
+    assert [opcode for opcode, _ in found if opcode not in FREE] == []
