@@ -52,6 +52,11 @@ def pvary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
+def zeros_like(x: jax.Array, dtype: Any) -> jax.Array:
+    """Zeros of the shape and sharding of ``x``, varying over the manual axes that it varies over."""
+    return pvary(jax.numpy.zeros_like(x, dtype=dtype), varying_axes(x))
+
+
 def shaped_array(shape, dtype, operands) -> jax.core.ShapedArray:
     """The abstract value of a result of ``operands`` (abstract values): it varies over every axis that any does.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -14,13 +16,14 @@ from jax import Array
 
 from te_jax import compat
 from te_jax.errors import check_type, check_value, message
-from te_jax.fusion.execute import Run, execute
+from te_jax.fusion.execute import Kernels, Run, execute, quantize_kernels
 from te_jax.fusion.pattern import Rule
 from te_jax.fusion.plan import Foreign, FusionPlan, describe, make_plan
 from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
 from te_jax.ops.base import LinkInfo, Op, ParamSpec, TensorType
-from te_jax.ops.linear import BasicLinear, why_unquantized
+from te_jax.ops.linear import BasicLinear, takes_quantized_kernel, why_unquantized
 from te_jax.quant import state as fp8_state
+from te_jax.quant.state import KERNELS
 from te_jax.recipe import Recipe
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -105,7 +108,9 @@ class ChainModule(nn.Module, kw_only=True):
             keys = tuple(self.make_rng("dropout") if p.op.needs_key(deterministic) else None for p in segment)
             state = self._fp8_state(run, segment[0].index)
             _check_on_device(name, {"params": params, fp8_state.COLLECTION: state})
-            x, extra_outputs = execute(run, params, state, keys, x.astype(dtype), tuple(e.astype(dtype) for e in taken))
+            kernels = self._quantized_kernels(run, segment[0].index, params, state)
+            taken = tuple(e.astype(dtype) for e in taken)
+            x, extra_outputs = execute(run, params, state, kernels, keys, x.astype(dtype), taken)
             outputs += extra_outputs
         return (x, *outputs) if outputs else x
 
@@ -235,6 +240,48 @@ class ChainModule(nn.Module, kw_only=True):
             check_value(got == wanted.shape, type(self).__name__, f"{name}/{leaf}", f"shape {wanted.shape}", got)
         return dict(state)
 
+    @nn.nowrap
+    def _quantized_kernels(self, run: Run, index: int, params: Any, state: Any) -> Kernels:
+        """The kernels that were quantized before this call, by link; inside of ``making_kernels`` made and stored."""
+        none = (None,) * len(run.links)
+        names = {i: f"linear_{info.index}" for i, info in enumerate(run.links) if takes_quantized_kernel(info)}
+        name, where = f"fp8_{index}", "/".join((*self.path, type(self).__name__))
+        if not names or self.is_initializing():
+            return none
+        if _making_kernels.get():
+            expected = f"a collection that can be written: nn.scan and nn.vmap need {KERNELS!r} in their variable_axes"
+            check_value(self.is_mutable_collection(KERNELS), where, KERNELS, expected, "one that is not handed down")
+            made = quantize_kernels(run, params, state)
+            self.put_variable(KERNELS, name, {names[i]: made[i] for i in names})
+            return made
+        if not self.has_variable(KERNELS, name):
+            return none
+        given = self.get_variable(KERNELS, name)
+        wanted = jax.eval_shape(lambda: quantize_kernels(run, params, state))
+        for i, key in names.items():
+            got = {n: TensorType(a.shape, a.dtype) for n, a in dict(given.get(key, {})).items()}
+            for field in sorted({*wanted[i], *got}):
+                pair = [_type_name(types.get(field)) for types in (wanted[i], got)]
+                check_value(pair[0] == pair[1], where, f"{KERNELS}/{name}/{key}/{field}", *pair)
+        return tuple(given[names[i]] if i in names else None for i in range(len(run.links)))
+
+
+_making_kernels: contextvars.ContextVar[bool] = contextvars.ContextVar("te_jax_making_kernels", default=False)
+
+
+@contextlib.contextmanager
+def making_kernels() -> Generator[None]:
+    """Chains that are applied inside put the kernels that they quantize into the collection ``fp8_kernels``.
+
+    That it can be written is not enough for it: under ``apply(mutable=True)`` a model would return kernels that are
+    stale after the next step.
+    """
+    token = _making_kernels.set(True)
+    try:
+        yield
+    finally:
+        _making_kernels.reset(token)
+
 
 class Sequential(ChainModule):
     """A chain of ops: ``Sequential([ops.RMSNorm(), ops.Linear(4096)], recipe=te.DelayedScaling())``.
@@ -254,6 +301,10 @@ class Sequential(ChainModule):
 
     def chain(self) -> Sequence[Any]:
         return self.ops
+
+
+def _type_name(array: Any) -> str:
+    return "none" if array is None else f"{array.dtype}{list(array.shape)}"
 
 
 def _check_input(name: str, argument: str, x: Any) -> None:

@@ -17,7 +17,7 @@ from te_jax import ops
 from te_jax.errors import check_value
 from te_jax.flax.layers import check_array, norm_op
 from te_jax.fusion.plan import FusionPlan
-from te_jax.quant.state import COLLECTION
+from te_jax.quant.state import COLLECTION, KERNELS
 from te_jax.recipe import Recipe
 from te_jax.sequential import ChainModule
 
@@ -139,8 +139,12 @@ class DenseGeneral(nn.Module):
             initial: Any = dense.init(jax.random.key(0), flat)
             for name, state in initial.get(COLLECTION, {}).items():
                 self.put_variable(COLLECTION, name, state)
-        state = self.variables.get(COLLECTION, {})
-        y: Any = dense.apply({"params": params, COLLECTION: state}, flat)
+        given = {name: self.variables[name] for name in (COLLECTION, KERNELS) if name in self.variables}
+        writes = self.is_mutable_collection(KERNELS) and not self.is_initializing()
+        applied: Any = dense.apply({"params": params, **given}, flat, mutable=[KERNELS] if writes else [])
+        y, made = applied
+        for name, kernels in made.get(KERNELS, {}).items():
+            self.put_variable(KERNELS, name, kernels)
         return y.reshape(*y.shape[:-1], *features)
 
     def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> FusionPlan:

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec
 from te_jax import compat, errors, primitives
 from te_jax.fusion.fuser import RunPlan, plan_run
 from te_jax.fusion.pattern import Rule, Step
-from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo, Used
+from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo, QuantizedKernel, Used
+from te_jax.ops.linear import quantize_kernel, takes_quantized_kernel
 from te_jax.parallel import mesh
 from te_jax.primitives.spec import ScaleReadSpec, ScaleWriteSpec
 from te_jax.quant.format import is_fp8
@@ -27,6 +28,7 @@ from te_jax.recipe import DelayedScaling, Recipe
 
 Params = Mapping[str, Mapping[str, Array]]  # scope -> name -> array
 Scales = list[dict[str, Array]]  # link -> role -> f32[]
+Kernels = tuple[QuantizedKernel | None, ...]  # by link; None: this call quantizes it, or there is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,23 +74,42 @@ class Run:
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)  # one program where it is called outside of one
 def execute(
-    run: Run, params: Params, state: Mapping[str, Array], keys: tuple, x: Array, extras: tuple[Array, ...]
+    run: Run,
+    params: Params,
+    state: Mapping[str, Array],
+    kernels: Kernels,
+    keys: tuple,
+    x: Array,
+    extras: tuple[Array, ...],
 ) -> tuple[Array, tuple[Array, ...]]:
-    """y and the extra outputs of a run, differentiable in params, state, x and extras, in any mesh regime."""
-    return _run(run, params, state, keys, x, extras)
+    """y and the extra outputs of a run, differentiable in params, state, x and extras, in any mesh regime.
+
+    The gradient of a kernel that came quantized goes to the parameter all the same.
+    """
+    return _run(run, params, state, kernels, keys, x, extras)
+
+
+@compat.numpy_promotion()
+def quantize_kernels(run: Run, params: Params, state: Mapping[str, Array]) -> Kernels:
+    """The kernels of the run's linears in FP8, as the run itself would quantize them now."""
+    kernels: list[QuantizedKernel | None] = []
+    for info, scales in zip(run.links, read_scales(run, state), strict=True):
+        ctx = ForwardContext(info, params.get(info.scope, {}), train=True, scales=scales)
+        kernels.append(quantize_kernel(ctx) if takes_quantized_kernel(info) else None)
+    return tuple(kernels)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @compat.numpy_promotion()
-def _run(run: Run, params, state, keys, x, extras):
-    y, contexts = _forward(run, params, read_scales(run, state), keys, x, extras, train=False)
+def _run(run: Run, params, state, kernels, keys, x, extras):
+    y, contexts = _forward(run, params, read_scales(run, state), kernels, keys, x, extras, train=False)
     return y, leaving(run, [ctx.extra_outputs for ctx in contexts])
 
 
 @compat.numpy_promotion()
-def _run_fwd(run: Run, params, state, keys, x, extras):
+def _run_fwd(run: Run, params, state, kernels, keys, x, extras):
     scales = read_scales(run, state)
-    y, contexts = _forward(run, params, scales, keys, x, extras, train=True)
+    y, contexts = _forward(run, params, scales, kernels, keys, x, extras, train=True)
     kinds = jax.tree.map(_Like.of, (x, extras))
     saved = jax.tree.map(_apart, [ctx.saved for ctx in contexts])
     residuals = (params, state, scales, keys, kinds, saved, [ctx.used for ctx in contexts])
@@ -114,17 +135,17 @@ def _run_bwd(run: Run, residuals, cotangents):
     extra_grads = leaving(run, [ctx.extra_input_grads for ctx in contexts])
     dx, extra_grads = jax.tree.map(lambda kind, g: kind.match(g), kinds, (dy, extra_grads), is_leaf=_is_kind)
     state_grad = write_state(run, state, [{**f, **ctx.used} for f, ctx in zip(used, contexts, strict=True)])
-    return _param_grads(params, contexts), state_grad, None, dx, extra_grads
+    return _param_grads(params, contexts), state_grad, None, None, dx, extra_grads
 
 
 _run.defvjp(_run_fwd, _run_bwd)
 
 
-def forward_contexts(run: Run, params, keys, extras, scales, *, train: bool) -> list[ForwardContext]:
+def forward_contexts(run: Run, params, kernels, keys, extras, scales, *, train: bool) -> list[ForwardContext]:
     contexts, extras = [], list(extras)
-    for info, key, scale in zip(run.links, keys, scales, strict=True):
+    for info, kernel, key, scale in zip(run.links, kernels, keys, scales, strict=True):
         taken, extras = extras[: info.op.num_extra_inputs], extras[info.op.num_extra_inputs :]
-        contexts.append(ForwardContext(info, params.get(info.scope, {}), train, key, tuple(taken), scale))
+        contexts.append(ForwardContext(info, params.get(info.scope, {}), train, key, tuple(taken), scale, kernel))
     return contexts
 
 
@@ -136,8 +157,8 @@ def backward_contexts(run: Run, params, keys, saved, extra_output_grads, scales)
     return contexts
 
 
-def _forward(run: Run, params, scales: Scales, keys, x, extras, *, train: bool):
-    contexts = forward_contexts(run, params, keys, extras, scales, train=train)
+def _forward(run: Run, params, scales: Scales, kernels: Kernels, keys, x, extras, *, train: bool):
+    contexts = forward_contexts(run, params, kernels, keys, extras, scales, train=train)
     for step in run.plan.forward:
         x = forward_step(run, step, contexts, x)
     return x, contexts

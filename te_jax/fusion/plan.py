@@ -126,7 +126,8 @@ def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[Plann
     for step in run.plan.forward:
 
         def traced_forward(arrays, outputs, value, step=step):
-            contexts = forward_contexts(run, *arrays, train=train)
+            params, keys, extras, scales = arrays
+            contexts = forward_contexts(run, params, (None,) * len(run.links), keys, extras, scales, train=train)
             for ctx, kept in zip(contexts, outputs, strict=True):
                 ctx.extra_outputs = kept
             value = forward_step(run, step, contexts, value)

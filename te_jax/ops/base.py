@@ -21,6 +21,7 @@ from te_jax.recipe import Recipe
 TensorType = jax.ShapeDtypeStruct  # shape and dtype of a value between ops
 Initializer = Callable[[Array, tuple[int, ...], Any], Array]
 Used = dict[str, tuple[Array, Array]]  # role -> f32[] scale and amax of the operand that was quantized
+QuantizedKernel = Mapping[str, Array]  # fields of a QuantizeOut: data, data_t, scale, scale_inv, amax, ...
 
 
 def tokens(x: TensorType | Array) -> int:
@@ -119,6 +120,7 @@ class ForwardContext:
     key: Array | None = None
     extra_inputs: tuple[Array, ...] = ()
     scales: Mapping[str, Array] = dataclasses.field(default_factory=dict)  # by role; f32[], 0: unseeded
+    quantized_kernel: QuantizedKernel | None = None  # the kernel, if it was quantized before the call
 
     saved: Any = ()
     extra_outputs: tuple[Array, ...] = ()

@@ -28,6 +28,7 @@ from te_jax.ops.base import (
     LinkInfo,
     Op,
     ParamSpec,
+    QuantizedKernel,
     TensorType,
     tokens,
 )
@@ -151,10 +152,27 @@ def quantize_operand(
     ctx: ForwardContext | BackwardContext, role: str, x: Array, *, train: bool = True, bias: Array | None = None
 ) -> tuple[QTensor, Array | None]:
     """Quantizes one operand by itself; given a ``bias`` also its gradient, the sum over the leading dimensions."""
+    out = _quantize(ctx, role, x, train=train, bias=bias)
+    return as_qtensor(ctx, role, out, x.dtype), out.dbias
+
+
+def _quantize(
+    ctx: ForwardContext | BackwardContext, role: str, x: Array, *, train: bool, bias: Array | None = None
+) -> primitives.QuantizeOut:
     spec = QuantizeSpec(**dbias_of(bias), **quantizing(ctx.info, role, train=train))
     scale = scale_of(ctx, role)
-    out = primitives.quantize(x, scale, spec, amax_axes=mesh.amax_axes(x, scale, ctx.info.recipe))
-    return as_qtensor(ctx, role, out, x.dtype), out.dbias
+    return primitives.quantize(x, scale, spec, amax_axes=mesh.amax_axes(x, scale, ctx.info.recipe))
+
+
+def takes_quantized_kernel(info: LinkInfo) -> bool:
+    """Whether this is a linear that can be given its kernel in FP8."""
+    return info.quantized and not isinstance(info.recipe, BlockScaling)
+
+
+def quantize_kernel(ctx: ForwardContext) -> QuantizedKernel:
+    """The kernel as ``forward`` would quantize it, for ``ForwardContext.quantized_kernel`` of other calls."""
+    out = _quantize(ctx, "kernel", ctx.params["kernel"], train=ctx.train)
+    return {name: value for name, value in out._asdict().items() if value is not None}
 
 
 def forward(ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, c: Array | None = None) -> Array:
@@ -172,7 +190,8 @@ def forward(ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, 
         return block_forward(ctx, x)
     dtype = info.x_type.dtype
     x_q = x if isinstance(x, QTensor) else quantize_operand(ctx, "x", x, train=ctx.train)[0]
-    kernel_q, _ = quantize_operand(ctx, "kernel", kernel, train=ctx.train)
+    quantized = quantize_kernel(ctx) if ctx.quantized_kernel is None else ctx.quantized_kernel
+    kernel_q = as_qtensor(ctx, "kernel", primitives.QuantizeOut(**quantized), kernel.dtype)
     spec = GemmSpec(
         out_dtype=gemm_dtype(dtype),
         bias=bias is not None,

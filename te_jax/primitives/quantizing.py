@@ -81,7 +81,12 @@ def results(spec: QuantizingSpec, y_shape: tuple[int, ...], dtype) -> tuple:
     f32 = np.dtype(np.float32)
     lead, cols = y_shape[:-1], y_shape[-1]
     known = {"hp": (y_shape, dtype), "data": (y_shape, fp8), "data_t": ((cols, *lead), fp8)}
-    known |= {"scale": ((), f32), "scale_inv": ((), f32), "amax": ((), f32), "dbias": ((cols,), np.dtype(jnp.dtype(spec.dbias_dtype)))}
+    known |= {
+        "scale": ((), f32),
+        "scale_inv": ((), f32),
+        "amax": ((), f32),
+        "dbias": ((cols,), np.dtype(jnp.dtype(spec.dbias_dtype))),
+    }
     return tuple(known[name] for name in names(spec))
 
 

@@ -57,6 +57,9 @@ from te_jax.recipe import DelayedScaling, Recipe
 COLLECTION = "_overwrite_with_gradient"
 """The variable collection of FP8 state, which Flax's TrainState overwrites with its gradient."""
 
+KERNELS = "fp8_kernels"
+"""The variable collection of kernels that were quantized once for several calls (te_jax.quantize_kernels)."""
+
 W = 2.0**-64
 RUNGS = 64
 PARITY = 64
@@ -275,10 +278,11 @@ def split(variables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     """(everything else, FP8 state) of a dict of variable collections, or of its gradient.
 
     The first part is what an optimizer, a clip or a gradient norm should see. The state is {} if there is none.
+    Quantized kernels (collection ``fp8_kernels``) are in neither: they are stale once the parameters change.
     """
     ok = isinstance(variables, Mapping)
     errors.check_type(ok, "state.split", "variables", "a dict of collections", type(variables).__name__)
-    rest = {name: value for name, value in variables.items() if name != COLLECTION}
+    rest = {name: value for name, value in variables.items() if name not in (COLLECTION, KERNELS)}
     return rest, dict(variables.get(COLLECTION, {}))
 
 
@@ -297,6 +301,19 @@ def accumulate(a: Any, b: Any) -> Any:
     can start a loop. Cotangents of different steps (unequal parity) combine to bad state.
     """
     return _map_runs("state.accumulate", _accumulate, a, b)
+
+
+@compat.numpy_promotion()
+def accumulate_stacked(stacked: Any) -> Any:
+    """Combines the state cotangents of many microbatches, stacked along a first dimension; as `accumulate` does."""
+
+    def combine(path: tuple, leaves: Any) -> Any:
+        got = sorted(leaves) if isinstance(leaves, Mapping) else type(leaves).__name__
+        name = jax.tree_util.keystr(path) or "the state"
+        errors.check_type(_is_run(leaves), "state.accumulate_stacked", name, f"leaves {sorted(LEAVES)}", got)
+        return _accumulate_stacked(leaves)
+
+    return jax.tree_util.tree_map_with_path(combine, stacked, is_leaf=_is_run)
 
 
 @compat.numpy_promotion()
@@ -357,6 +374,22 @@ def _accumulate(a: Leaves, b: Leaves) -> dict[str, jax.Array]:
     combined = _encode(jnp.maximum(da.newest, db.newest), pick(da.older, db.older), scale, parity)
     used = da.used | db.used
     return _select(used, {name: combined[name].astype(a[name].dtype) for name in combined}, a)
+
+
+def _accumulate_stacked(leaves: Leaves) -> dict[str, jax.Array]:
+    d = _decode(leaves)
+    used = d.used.any(0)
+    first = jnp.argmax(d.used, 0)[None]  # all uses of a step agree on older history and parity
+
+    def pick(x: jax.Array) -> jax.Array:
+        index = first.reshape(first.shape + (1,) * (x.ndim - first.ndim))
+        return jnp.take_along_axis(x, index, 0)[0]
+
+    parity = pick(d.parity)
+    parity = jnp.where((d.used & (d.parity != parity)).any(0), 0.0, parity)
+    combined = _encode(d.newest.max(0), pick(d.older), pick(d.scale), parity)
+    unused = {name: jnp.zeros_like(leaf[0]) for name, leaf in leaves.items()}
+    return _select(used, {name: combined[name].astype(leaves[name].dtype) for name in combined}, unused)
 
 
 def _apply(old: Leaves, cotangent: Leaves) -> dict[str, jax.Array]:

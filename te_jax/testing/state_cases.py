@@ -33,7 +33,7 @@ def cases(history: int, seed: int = 0) -> Iterator[tuple[Leaves, jax.Array, jax.
     def amax() -> np.ndarray:
         values = np.exp2(rng.uniform(-20, 20, QUANTIZERS)).astype(np.float32)
         special = rng.random(QUANTIZERS) < 0.15
-        return np.where(special, rng.choice(np.float32(_SPECIAL), QUANTIZERS), values)
+        return np.where(special, rng.choice(_SPECIAL, QUANTIZERS).astype(np.float32), values)
 
     leaves = state.init(QUANTIZERS, recipe)
     for step in range(24):
@@ -68,7 +68,7 @@ def _treat(leaves: Leaves, kind: int) -> Leaves:
 
 def _mix(rng: np.random.Generator, leaves: Leaves) -> Leaves:
     """Rows of zeros, of subnormals and of NaNs between those of the state."""
-    rows = rng.choice(np.float32([1, 1, 0, 1e-25, np.nan]), QUANTIZERS)
+    rows = rng.choice([1, 1, 0, 1e-25, np.nan], QUANTIZERS).astype(np.float32)
     return {name: leaf * rows.reshape(-1, *(1,) * (leaf.ndim - 1)) for name, leaf in leaves.items()}
 
 

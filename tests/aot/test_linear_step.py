@@ -9,11 +9,37 @@ import pytest
 
 import te_jax as te
 from te_jax import ops
-from te_jax.testing import aot
+from te_jax.testing import aot, hlo
 
 # What is no kernel. Everything else in the entry computation is one, or a call of a library.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "custom-call"}
 TARGETS = {"te_jax_scale_read", "te_jax_scale_write", "te_jax_quantize", "te_jax_gemm"}
+
+
+def test_a_loop_over_microbatches_quantizes_no_kernel():
+    """In its body there is what a microbatch needs: its rows, its custom calls, and sums of gradients and loss."""
+    module = te.Sequential([ops.Linear(512)], recipe=te.DelayedScaling(), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
+    variables = jax.eval_shape(module.init, jax.random.key(0), x)
+
+    def step(variables, x):
+        variables = te.quantize_kernels(module, variables, x[:256])
+        loss = lambda v, x: jnp.mean(module.apply(v, x).astype(jnp.float32) ** 2)  # noqa: E731
+        return te.accumulate_gradients(loss, variables, x, num_microbatches=4)
+
+    text = aot.compile_for_h200(step, (variables, x), options={"xla_gpu_enable_command_buffer": ""}).as_text()
+    (body,) = re.findall(r" while\(.*body=%?([\w.-]+)", text)
+    body_text = text[text.index(f"%{body} (") :]
+    body_text = body_text[: body_text.index("\n}")]
+    quantizes = re.findall(r"custom-call\((.*)\), custom_call_target=\"te_jax_quantize\"", body_text)
+    assert len(quantizes) == 2  # x and dy
+    assert hlo.count_custom_calls(text) == {
+        "te_jax_scale_read": 2,
+        "te_jax_quantize": 3,
+        "te_jax_gemm": 2,  # no one asks for dx
+        "te_jax_scale_write": 1,
+    }
+    assert not re.search(r" (?:copy|transpose)\(", body_text)
 
 
 def entry(module, tokens, features):

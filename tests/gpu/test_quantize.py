@@ -83,7 +83,11 @@ def test_dbias_is_rounded_once_to_the_dtype_asked_for(on, dtype):
     x = tensor((272, 144), "bf16")
     name = np.dtype(DTYPES[dtype]).name
     wide, narrow = (
-        on("cuda", lambda x, d=d: P.quantize(x, np.float32(2), P.QuantizeSpec(format="e5m2", dbias=True, dbias_dtype=d)), x)
+        on(
+            "cuda",
+            lambda x, d=d: P.quantize(x, np.float32(2), P.QuantizeSpec(format="e5m2", dbias=True, dbias_dtype=d)),
+            x,
+        )
         for d in ("float32", name)
     )
     assert_same_bits(narrow.dbias, wide.dbias.astype(DTYPES[dtype]))

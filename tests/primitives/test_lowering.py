@@ -16,6 +16,8 @@ from te_jax.primitives import (
     NormGradSpec,
     NormSpec,
     QuantizeSpec,
+    ScaleReadSpec,
+    ScaleWriteSpec,
 )
 from te_jax.testing import hlo
 
@@ -38,6 +40,11 @@ def the_call(text: str) -> str:
     return line
 
 
+def state_of(history, scale, uses):
+    return {"amax_history": history, "scale": scale, "uses": uses}
+
+
+STATE = (shape(2, 8, dtype=F32), shape(2, dtype=F32), shape(2, 66, dtype=F32))
 GEGLU_GRAD = ActivationGradSpec(format="e5m2", kind="geglu", dbias=True)
 
 CASES = {
@@ -78,6 +85,19 @@ CASES = {
         "(tensor<16x32xbf16>, tensor<16x64xbf16>, tensor<f32>) -> "
         "(tensor<2304xui8>, tensor<16x64xf8E5M2>, tensor<f32>, tensor<f32>, tensor<64xf32>)",
     ),
+    "scale_read": (
+        lambda *leaves: primitives.scale_read(state_of(*leaves), ScaleReadSpec(formats="e4m3 e5m2")),
+        STATE,
+        "(tensor<2x8xf32>, tensor<2xf32>, tensor<2x66xf32>) -> (tensor<f32>, tensor<f32>)",
+    ),
+    "scale_write": (
+        lambda h, s, u, scale, amax: primitives.scale_write(
+            state_of(h, s, u), [scale], [amax], ScaleWriteSpec(formats="e4m3 e5m2", used="01")
+        ),
+        (*STATE, SCALAR, SCALAR),
+        "(tensor<2x8xf32>, tensor<2xf32>, tensor<2x66xf32>, tensor<f32>, tensor<f32>) -> "
+        "(tensor<2x8xf32>, tensor<2xf32>, tensor<2x66xf32>)",
+    ),
     "gemm": (
         lambda a, b, s, t, bias, c: primitives.gemm(
             a, b, GemmSpec(bias=True, beta=1.0, in_place=True), lhs_scale_inv=s, rhs_scale_inv=t, bias=bias, c=c
@@ -104,8 +124,9 @@ def test_operands_and_results(name):
 def test_the_spec_is_one_dictionary_attribute():
     text = cuda_text(*CASES["norm"][:1], *CASES["norm"][1])
     assert (
-        "spec = {amax = false, data = true, data_t = false, dbias = false, dbias_dtype = \"float32\", "
-        'epsilon = 9.99999997E-7 : f32, format = "e4m3", hp = false, if_unseeded = false, kind = "layernorm", margin = 0 : i64, '
+        'spec = {amax = false, data = true, data_t = false, dbias = false, dbias_dtype = "float32", '
+        'epsilon = 9.99999997E-7 : f32, format = "e4m3", hp = false, if_unseeded = false, '
+        'kind = "layernorm", margin = 0 : i64, '
         "power_of_two = false, stats = true, zero_centered_gamma = false}" in the_call(text)
     )
 

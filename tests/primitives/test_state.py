@@ -156,7 +156,7 @@ def test_pipeline_stages_keep_their_own():
 
 
 def test_vmap_scan_and_remat():
-    cases = [case for case in state_cases.cases(8)][:3]
+    cases = list(state_cases.cases(8))[:3]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *cases)
 
     def step(leaves, scales, amaxes):

@@ -231,6 +231,19 @@ def test_accumulate_is_exact():
     np.testing.assert_array_equal(got.parity, -view(before).parity)
 
 
+def test_accumulate_stacked_is_accumulate():
+    """Quantizers that no microbatch used, one whose first microbatch did not use it, one of mixed steps."""
+    before = after((7.3, 0.41), (2.1, 0.63))
+    zero = jax.tree.map(jnp.zeros_like, before[state.COLLECTION])
+    uses = [g[state.COLLECTION] for g in gradients(before, *USES)]
+    other_step = gradients(overwrite(before, {state.COLLECTION: uses[0]}), USES[0])[0][state.COLLECTION]
+    for parts in ([zero, zero], [zero, *uses], uses, [zero, uses[0], other_step], [uses[1]]):
+        got = jax.jit(state.accumulate_stacked)(jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts))
+        want = functools.reduce(state.accumulate, parts[1:], state.accumulate(zero, parts[0]))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 def test_accumulate_different_steps_is_bad():
     v = after((7.0, 0.4))
     a = gradients(v, (1.0, 1.0))[0]
