@@ -139,7 +139,6 @@ struct ScaleReadArgs {
 
 struct ScaleWriteArgs {
   StateLeaves leaves;
-  std::vector<const float*> scales;  // [Q] of [1]: what was used; null for a quantizer that was not
   std::vector<const float*> amaxes;  // [Q] of [1]; null for a quantizer that was not used
   float* amax_history = nullptr;     // [Q, H] out; rows that were not used are 0 in all three
   float* scale = nullptr;            // [Q] out

@@ -172,10 +172,12 @@ TE_JAX_HOST_DEVICE inline float Encode(float value) { return value >= kSmallest 
 // The amax that a use enters into the books: 0 for one that is no amax.
 TE_JAX_HOST_DEVICE inline float UsableAmax(float amax) { return IsFinite(amax) && amax >= kTiny ? amax : 0.0f; }
 
-// The scale that a use enters; the one that a tensor without amax was given is arbitrary, not worth keeping.
-TE_JAX_HOST_DEVICE inline float EncodeScale(const View& view, float scale, float amax) {
-  if (!(view.scale > 0.0f) && !(amax > 0.0f)) return 0.0f;
-  return IsNaN(scale) ? FromBits(kNaN) : Encode(scale);
+// The scale that a use enters: the one that it quantized with, which an unseeded quantizer derived from its tensor's
+// amax. That of a tensor without amax is arbitrary, not worth keeping.
+TE_JAX_HOST_DEVICE inline float EncodeScale(const View& view, float amax, float fp8_max, int32_t margin) {
+  if (view.scale > 0.0f) return Encode(view.scale);
+  if (!(amax > 0.0f)) return 0.0f;
+  return IsNaN(view.scale) ? FromBits(kNaN) : Encode(ScaleFromAmax(amax, fp8_max, margin, false));
 }
 
 TE_JAX_HOST_DEVICE inline float EncodeUses(int slot, const View& view, float amax) {

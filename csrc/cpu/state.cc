@@ -63,11 +63,11 @@ bool ScaleRead(const ScaleReadArgs& args) {
 
 bool ScaleWrite(const ScaleWriteArgs& args) {
   const int64_t length = args.leaves.history_len;
-  for (size_t q = 0; q < args.scales.size(); ++q) {
+  for (size_t q = 0; q < args.amaxes.size(); ++q) {
     const float* history = args.leaves.amax_history + q * length;
     float* new_history = args.amax_history + q * length;
     float* new_uses = args.uses + q * state::kUses;
-    if (args.scales[q] == nullptr) {
+    if (args.amaxes[q] == nullptr) {
       for (int64_t i = 0; i < length; ++i) new_history[i] = 0.0f;
       for (int i = 0; i < state::kUses; ++i) new_uses[i] = 0.0f;
       args.scale[q] = 0.0f;
@@ -81,7 +81,7 @@ bool ScaleWrite(const ScaleWriteArgs& args) {
           state::Shifted(i, LeafOf(history, i), LeafOf(history, i + 1), row.uses, row.newest);
       new_history[i + 1] = state::Encode(shifted);
     }
-    args.scale[q] = state::EncodeScale(row.view, *args.scales[q], amax);
+    args.scale[q] = state::EncodeScale(row.view, amax, FP8Max(args.leaves.formats[q]), args.leaves.margin);
     for (int i = 0; i < state::kUses; ++i) new_uses[i] = state::EncodeUses(i, row.view, amax);
   }
   return true;

@@ -64,12 +64,9 @@ ffi::ErrorOr<ScaleWriteArgs> DecodeScaleWrite(const ffi::RemainingArgs& args, co
   const size_t quantizers = out.leaves.formats.size();
   const bool ok = spec.used.size() == quantizers && spec.used.find_first_not_of("01") == std::string_view::npos;
   operands.Expect(ok, "used", "0 or 1 for each of " + std::to_string(quantizers) + " quantizers", spec.used);
-  out.scales.resize(quantizers);
   out.amaxes.resize(quantizers);
-  for (auto [name, pointers] : {std::pair{"used scale", &out.scales}, std::pair{"amax", &out.amaxes}}) {
-    for (size_t i = 0; i < quantizers && operands.ok(); ++i) {
-      if (spec.used[i] == '1') (*pointers)[i] = operands.ArgOf<float>(name, DType::kF32, {});
-    }
+  for (size_t i = 0; i < quantizers && operands.ok(); ++i) {
+    if (spec.used[i] == '1') out.amaxes[i] = operands.ArgOf<float>("amax", DType::kF32, {});
   }
   const auto q = static_cast<int64_t>(quantizers);
   out.amax_history = operands.RetOf<float>("amax_history", DType::kF32, {q, out.leaves.history_len});

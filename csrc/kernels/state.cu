@@ -24,7 +24,8 @@ static_assert(state::kRungs == 2 * kWarp && state::kUses <= kThreads);
 struct Leaves {
   int64_t history_len;
   const float *amax_history, *scale, *uses;
-  float power_of_margin;
+  float power_of_margin;  // 2^-margin
+  int32_t margin;
   bool most_recent;
   uint32_t e5m2[kMaxQuantizers / 32];  // a bit for each quantizer
 };
@@ -36,7 +37,6 @@ struct ReadParams {
 
 struct WriteParams {
   Leaves leaves;
-  const float* scales[kMaxQuantizers];
   const float* amaxes[kMaxQuantizers];
   float *amax_history, *scale, *uses;
 };
@@ -49,6 +49,10 @@ struct Row {
 };
 
 __device__ float LeafOf(const float* leaf, int64_t i) { return state::Flush(leaf[i]); }
+
+__device__ float MaxOf(const Leaves& leaves, int q) {
+  return leaves.e5m2[q / 32] >> (q % 32) & 1 ? E5M2::kMax : E4M3::kMax;
+}
 
 __device__ float NewestOf(const float* slots, float first, state::Sums& sums, state::Uses& uses) {
   const int lane = threadIdx.x;
@@ -107,10 +111,9 @@ __device__ Row Decode(const Leaves& leaves, int q) {
     sums.highest = state::Max(sums.highest, highest_of[warp]);
     sums.lowest = state::Min(sums.lowest, lowest_of[warp]);
   }
-  const bool e5m2 = leaves.e5m2[q / 32] >> (q % 32) & 1;
   Row row{shared_uses, shared_newest, {}};
   row.view = state::Read(sums, row.uses, row.newest, leaves.history_len > 1 ? LeafOf(history, 1) : 0.0f,
-                         LeafOf(leaves.scale, q), LeafOf(slots, state::kParity), e5m2 ? E5M2::kMax : E4M3::kMax,
+                         LeafOf(leaves.scale, q), LeafOf(slots, state::kParity), MaxOf(leaves, q),
                          leaves.power_of_margin, leaves.most_recent);
   return row;
 }
@@ -129,14 +132,13 @@ __global__ void __launch_bounds__(kThreads) WriteKernel(const __grid_constant__ 
   const float* history = params.leaves.amax_history + q * length;
   float* new_history = params.amax_history + q * length;
   float* new_uses = params.uses + static_cast<int64_t>(q) * state::kUses;
-  if (params.scales[q] == nullptr) {
+  if (params.amaxes[q] == nullptr) {
     for (int64_t i = threadIdx.x; i < length; i += kThreads) new_history[i] = 0.0f;
     if (threadIdx.x < state::kUses) new_uses[threadIdx.x] = 0.0f;
     if (threadIdx.x == 0) params.scale[q] = 0.0f;
     return;
   }
   const float amax = state::UsableAmax(*params.amaxes[q]);
-  const float scale = *params.scales[q];
   const Row row = Decode(params.leaves, q);
   for (int64_t i = threadIdx.x; i + 1 < length; i += kThreads) {
     const float shifted = state::Shifted(i, LeafOf(history, i), LeafOf(history, i + 1), row.uses, row.newest);
@@ -145,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) WriteKernel(const __grid_constant__ 
   if (threadIdx.x < state::kUses) new_uses[threadIdx.x] = state::EncodeUses(threadIdx.x, row.view, amax);
   if (threadIdx.x == 0) {
     new_history[0] = state::Encode(amax);
-    params.scale[q] = state::EncodeScale(row.view, scale, amax);
+    params.scale[q] = state::EncodeScale(row.view, amax, MaxOf(params.leaves, q), params.leaves.margin);
   }
 }
 
@@ -156,6 +158,7 @@ Leaves Part(const StateLeaves& leaves, int64_t first, int64_t count) {
   part.amax_history = leaves.amax_history + first * leaves.history_len;
   part.scale = leaves.scale + first;
   part.uses = leaves.uses + first * state::kUses;
+  part.margin = leaves.margin;
   part.power_of_margin = std::ldexp(1.0f, -leaves.margin);
   part.most_recent = leaves.most_recent;
   for (int64_t i = 0; i < count; ++i) {
@@ -180,12 +183,11 @@ cudaError_t LaunchScaleRead(const ScaleReadArgs& args, cudaStream_t stream) {
 }
 
 cudaError_t LaunchScaleWrite(const ScaleWriteArgs& args, cudaStream_t stream) {
-  const auto quantizers = static_cast<int64_t>(args.scales.size());
+  const auto quantizers = static_cast<int64_t>(args.amaxes.size());
   for (int64_t first = 0; first < quantizers; first += kMaxQuantizers) {
     const int64_t count = std::min<int64_t>(kMaxQuantizers, quantizers - first);
     WriteParams params{};
     params.leaves = Part(args.leaves, first, count);
-    std::copy_n(args.scales.begin() + first, count, params.scales);
     std::copy_n(args.amaxes.begin() + first, count, params.amaxes);
     params.amax_history = args.amax_history + first * args.leaves.history_len;
     params.scale = args.scale + first;

@@ -112,7 +112,10 @@ def _run_fwd(run: Run, params, state, kernels, keys, x, extras):
     y, contexts = _forward(run, params, scales, kernels, keys, x, extras, train=True)
     kinds = jax.tree.map(_Like.of, (x, extras))
     saved = jax.tree.map(_apart, [ctx.saved for ctx in contexts])
-    residuals = (params, state, scales, keys, kinds, saved, [ctx.used for ctx in contexts])
+    used = [ctx.used for ctx in contexts]
+    # A scan over layers stacks every residual, scalars too, so only the scales that are used yet are kept.
+    left = [{role: s for role, s in scale.items() if role not in u} for scale, u in zip(scales, used, strict=True)]
+    residuals = (params, state, left, keys, kinds, saved, used)
     return (y, leaving(run, [ctx.extra_outputs for ctx in contexts])), residuals
 
 
@@ -251,5 +254,4 @@ def write_state(run: Run, state: Mapping[str, Array], used: Sequence[Used]) -> M
         most_recent=read.most_recent,
         used="".join("0" if row is None else "1" for row in rows),
     )
-    scales, amaxes = ([row[i] for row in rows if row is not None] for i in range(2))
-    return primitives.scale_write(state, scales, amaxes, spec)
+    return primitives.scale_write(state, [amax for amax in rows if amax is not None], spec)

@@ -153,7 +153,7 @@ def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[Plann
         backward.append(_planned(run, step, what, value, backward=True))
     if has_state:
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        used = [dict.fromkeys(info.op.roles, (scalar, scalar)) if info.quantized else {} for info in run.links]
+        used = [dict.fromkeys(info.op.roles, scalar) if info.quantized else {} for info in run.links]
         what, _ = _trace(functools.partial(write_state, run), state, used)
         backward.append(_state_step(run, "writes the state of", what))
     return forward, backward

@@ -20,7 +20,7 @@ from te_jax.recipe import Recipe
 
 TensorType = jax.ShapeDtypeStruct  # shape and dtype of a value between ops
 Initializer = Callable[[Array, tuple[int, ...], Any], Array]
-Used = dict[str, tuple[Array, Array]]  # role -> f32[] scale and amax of the operand that was quantized
+Used = dict[str, Array]  # role -> f32[], the amax of the operand that was quantized
 QuantizedKernel = Mapping[str, Array]  # fields of a QuantizeOut: data, data_t, scale, scale_inv, amax, ...
 
 

@@ -131,9 +131,9 @@ def dbias_of(bias: Array | None) -> dict[str, Any]:
 
 
 def as_qtensor(ctx: ForwardContext | BackwardContext, role: str, out: primitives.QuantizeOut, dtype: Any) -> QTensor:
-    """What a pass wrote for ``role``, with its scale and amax entered in the state's books."""
+    """What a pass wrote for ``role``, with its amax entered in the state's books."""
     if out.amax is not None:
-        ctx.used[role] = (required(out.scale, "quantize", "scale"), out.amax)
+        ctx.used[role] = out.amax
     return QTensor(
         data=out.data,
         data_t=out.data_t,

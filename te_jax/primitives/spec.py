@@ -183,10 +183,11 @@ class ScaleReadSpec(Spec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaleWriteSpec(ScaleReadSpec):
-    """``scale_write(amax_history, scale, uses, *used scales f32[], *amaxes f32[])``: what one use writes.
+    """``scale_write(amax_history, scale, uses, *amaxes f32[])``: what one use writes.
 
-    ``used`` has a "1" for every quantizer that was used, in order; only these have a scale and an amax among the
-    operands, and the rows of the others are zero. Results: the three leaves (``te_jax.quant.state.write``).
+    ``used`` has a "1" for every quantizer that was used, in order; only these have an amax among the operands, and the
+    rows of the others are zero. The scale that was used follows from leaves and amax. Results: the three leaves
+    (``te_jax.quant.state.write``).
     """
 
     used: str

@@ -18,7 +18,7 @@ from te_jax.primitives.custom_call import CustomCall
 from te_jax.primitives.definition import Definition
 from te_jax.primitives.quantizing import check_scalar
 from te_jax.primitives.spec import ScaleReadSpec, ScaleWriteSpec
-from te_jax.quant import state
+from te_jax.quant import reference, state
 from te_jax.quant.format import format_of
 from te_jax.recipe import DelayedScaling
 
@@ -40,26 +40,22 @@ def scale_read(leaves: Mapping[str, jax.Array], spec: ScaleReadSpec) -> tuple[ja
 
 
 def scale_write(
-    leaves: Mapping[str, jax.Array],
-    scales: Sequence[jax.Array],
-    amaxes: Sequence[jax.Array],
-    spec: ScaleWriteSpec,
+    leaves: Mapping[str, jax.Array], amaxes: Sequence[jax.Array], spec: ScaleWriteSpec
 ) -> dict[str, jax.Array]:
     """The cotangent of ``leaves``: their next value, times 2**-64, in their dtypes.
 
     Args:
       leaves: the state that this step read.
-      scales, amaxes: f32[] for every quantizer that was used, in order: the scale it quantized with, and the amax of
-        its tensor, already reduced over the mesh.
+      amaxes: f32[] for every quantizer that was used, in order: the amax of its tensor, reduced over the mesh. A
+        quantizer without history is taken to have quantized with the scale that the amax gives, as passes do.
       spec: as for ``scale_read``, and which quantizers were used; the rows of the others are zero.
 
     Raises:
-      ValueError, TypeError: as ``scale_read``; a scale or amax too many, too few or not f32[].
+      ValueError, TypeError: as ``scale_read``; an amax too many, too few or not f32[].
     """
     used = spec.used.count("1")
-    for name, arrays in (("scales", scales), ("amaxes", amaxes)):
-        errors.check_value(len(arrays) == used, "scale_write", name, f"{used} (one for each used)", len(arrays))
-    outs = _WRITE(spec, *_leaves("scale_write", leaves), *scales, *amaxes)
+    errors.check_value(len(amaxes) == used, "scale_write", "amaxes", f"{used} (one for each used)", len(amaxes))
+    outs = _WRITE(spec, *_leaves("scale_write", leaves), *amaxes)
     return {name: out.astype(leaves[name].dtype) for name, out in zip(_LEAVES, outs, strict=True)}
 
 
@@ -90,7 +86,7 @@ def _check_write(spec, history, scale, uses, *rest):
 
 def _write_operands(spec):
     rows = [row for row, used in enumerate(spec.used) if used == "1"]
-    return (*_LEAVES, *(f"scales[{row}]" for row in rows), *(f"amaxes[{row}]" for row in rows))
+    return (*_LEAVES, *(f"amaxes[{row}]" for row in rows))
 
 
 def _recipe(spec, history) -> DelayedScaling:
@@ -98,9 +94,12 @@ def _recipe(spec, history) -> DelayedScaling:
     return DelayedScaling(amax_history_len=history.shape[-1], margin=spec.margin, amax_compute_algo=algorithm)
 
 
+def _fp8_max(spec) -> np.ndarray:
+    return np.array([format_of(word).max for word in spec.formats.split(" ")], np.float32)
+
+
 def _read(spec, *leaves):
-    fp8_max = np.array([format_of(word).max for word in spec.formats.split(" ")], np.float32)
-    return state.read(dict(zip(_LEAVES, leaves, strict=True)), fp8_max, _recipe(spec, leaves[0]))
+    return state.read(dict(zip(_LEAVES, leaves, strict=True)), _fp8_max(spec), _recipe(spec, leaves[0]))
 
 
 def _read_reference(spec, *leaves):
@@ -108,14 +107,14 @@ def _read_reference(spec, *leaves):
     return tuple(scale[row] for row in range(spec.quantizers))
 
 
-def _write_reference(spec, history, scale, uses, *rest):
+def _write_reference(spec, history, scale, uses, *amaxes):
     leaves = dict(zip(_LEAVES, (history, scale, uses), strict=True))
-    count, zero = len(rest) // 2, jnp.zeros((), jnp.float32)
-    scales, amaxes = iter(rest[:count]), iter(rest[count:])
+    given, zero = iter(amaxes), jnp.zeros((), jnp.float32)
     is_used = np.array([used == "1" for used in spec.used])
-    used_scale = jnp.stack([next(scales) if used else zero for used in is_used])
-    amax = jnp.stack([next(amaxes) if used else zero for used in is_used])
-    new = state.write(_read(spec, history, scale, uses), used_scale, amax, like=leaves)
+    amax = jnp.stack([next(given) if used else zero for used in is_used])
+    view = _read(spec, history, scale, uses)
+    derived = reference.scale_from_amax(amax, _fp8_max(spec), margin=spec.margin)
+    new = state.write(view, jnp.where(view.scale == 0, derived, view.scale), amax, like=leaves)
     rows = (jnp.where(is_used.reshape(-1, *(1,) * (new[name].ndim - 1)), new[name], 0) for name in _LEAVES)
     return tuple(new[name] if is_used.all() else row for name, row in zip(_LEAVES, rows, strict=True))
 
@@ -123,7 +122,7 @@ def _write_reference(spec, history, scale, uses, *rest):
 def _rule(spec, num_results):
     """Nothing is split: the leaves are small and every scale needs whole rows."""
     leaves = (("q", "h"), ("q",), ("q", "u"))
-    scalars = ((),) * (2 * spec.used.count("1")) if isinstance(spec, ScaleWriteSpec) else ()
+    scalars = ((),) * spec.used.count("1") if isinstance(spec, ScaleWriteSpec) else ()
     results = leaves if isinstance(spec, ScaleWriteSpec) else ((),) * num_results
     return ShardingRule(operands=leaves + scalars, results=results, replicated=("q", "h", "u"))
 

@@ -18,8 +18,8 @@ QUANTIZERS = 6
 Leaves = dict[str, jax.Array]
 
 
-def cases(history: int, seed: int = 0) -> Iterator[tuple[Leaves, jax.Array, jax.Array]]:
-    """(leaves of ``QUANTIZERS`` quantizers, used scales f32[Q], amaxes f32[Q]), about 70 of them.
+def cases(history: int, seed: int = 0) -> Iterator[tuple[Leaves, jax.Array]]:
+    """(leaves of ``QUANTIZERS`` quantizers, amaxes f32[Q]), about 70 of them.
 
     Leaves are those of one to seven uses in a step after some steps, treated linearly (summed, averaged, unscaled,
     negated, cast to bfloat16) or not (stepped by an optimizer, damaged); amaxes range over subnormals and infinity.
@@ -45,9 +45,9 @@ def cases(history: int, seed: int = 0) -> Iterator[tuple[Leaves, jax.Array, jax.
             uses.append(write(view, scale, now, like=leaves))
         total = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *uses)
         treated = _treat(total, step % len(_LINEAR))
-        yield treated, jnp.asarray(np.where(view.scale > 0, view.scale, 2.0), jnp.float32), jnp.asarray(amax())
-        yield _damage(rng, leaves, treated, step % len(_DAMAGE)), view.scale, jnp.asarray(amax())
-        yield _mix(rng, treated), jnp.asarray(amax()), jnp.asarray(amax())
+        yield treated, jnp.asarray(amax())
+        yield _damage(rng, leaves, treated, step % len(_DAMAGE)), jnp.asarray(amax())
+        yield _mix(rng, treated), jnp.asarray(amax())
         leaves = treated
         if step % 9 == 8:
             leaves = state.init(QUANTIZERS, recipe)

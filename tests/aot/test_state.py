@@ -17,7 +17,7 @@ def test_read_and_write_of_twelve_quantizers_are_two_kernels():
     def step(leaves, amaxes):
         scales = primitives.scale_read(leaves, primitives.ScaleReadSpec(formats=formats))
         spec = primitives.ScaleWriteSpec(formats=formats, used="1" * 12)
-        return scales, primitives.scale_write(leaves, scales, amaxes, spec)
+        return scales, primitives.scale_write(leaves, amaxes, spec)
 
     scalars = (jax.ShapeDtypeStruct((), np.float32),) * 12
     leaves = jax.eval_shape(lambda: state.init(12, DelayedScaling()))

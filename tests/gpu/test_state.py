@@ -17,8 +17,8 @@ def test_equal_to_cpu(on, history, margin, most_recent):
     read = P.ScaleReadSpec(formats=state_cases.FORMATS, margin=margin, most_recent=most_recent)
     write = P.ScaleWriteSpec(formats=read.formats, margin=margin, most_recent=most_recent, used="1" * Q)
 
-    def step(leaves, scales, amaxes):
-        return P.scale_read(leaves, read), P.scale_write(leaves, list(scales), list(amaxes), write)
+    def step(leaves, amaxes):
+        return P.scale_read(leaves, read), P.scale_write(leaves, list(amaxes), write)
 
     # One program over all cases: each is so small that nothing but launches would be timed otherwise.
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *state_cases.cases(history))
@@ -37,7 +37,7 @@ def test_more_quantizers_than_fit_in_one_kernel(on):
     amax = np.arange(1, many // 2 + 1, dtype=np.float32)
 
     def step(leaves, amax):
-        new = P.scale_write(leaves, list(amax), list(amax), write)
+        new = P.scale_write(leaves, list(amax), write)
         return new, P.scale_read(new, P.ScaleReadSpec(formats=write.formats))
 
     for cpu, cuda in zip(*(jax.tree.leaves(on(p, step, leaves, amax)) for p in ("cpu", "cuda")), strict=True):

@@ -91,11 +91,11 @@ CASES = {
         "(tensor<2x8xf32>, tensor<2xf32>, tensor<2x66xf32>) -> (tensor<f32>, tensor<f32>)",
     ),
     "scale_write": (
-        lambda h, s, u, scale, amax: primitives.scale_write(
-            state_of(h, s, u), [scale], [amax], ScaleWriteSpec(formats="e4m3 e5m2", used="01")
+        lambda h, s, u, amax: primitives.scale_write(
+            state_of(h, s, u), [amax], ScaleWriteSpec(formats="e4m3 e5m2", used="01")
         ),
-        (*STATE, SCALAR, SCALAR),
-        "(tensor<2x8xf32>, tensor<2xf32>, tensor<2x66xf32>, tensor<f32>, tensor<f32>) -> "
+        (*STATE, SCALAR),
+        "(tensor<2x8xf32>, tensor<2xf32>, tensor<2x66xf32>, tensor<f32>) -> "
         "(tensor<2x8xf32>, tensor<2xf32>, tensor<2x66xf32>)",
     ),
     "gemm": (

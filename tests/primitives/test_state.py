@@ -52,33 +52,33 @@ def assert_same_bits(got, want):
 def test_equal_to_the_reference(history, margin, most_recent):
     fields = {"margin": margin, "most_recent": most_recent}
 
-    def step(leaves, scales, amaxes):
+    def step(leaves, amaxes):
         read = primitives.scale_read(leaves, read_spec(**fields))
-        return read, primitives.scale_write(leaves, list(scales), list(amaxes), write_spec(**fields))
+        return read, primitives.scale_write(leaves, list(amaxes), write_spec(**fields))
 
     seen = collections.Counter()
     compiled = None
-    for leaves, scales, amaxes in state_cases.cases(history):
+    for leaves, amaxes in state_cases.cases(history):
         if compiled is None:
             compiled = []
             for enabled in (True, False):
                 with config.custom_calls(enabled):
-                    compiled.append(jax.jit(step).lower(leaves, scales, amaxes).compile())
+                    compiled.append(jax.jit(step).lower(leaves, amaxes).compile())
                     assert hlo.count_custom_calls(compiled[-1].as_text()).total() == 2 * enabled
-        native, reference = (jax.tree.map(np.asarray, run(leaves, scales, amaxes)) for run in compiled)
+        native, reference = (jax.tree.map(np.asarray, run(leaves, amaxes)) for run in compiled)
         assert_same_bits(native, reference)
         seen.update("nan" if np.isnan(s) else "unseeded" if s == 0 else "seeded" for s in native[0])
     assert min(seen[kind] for kind in ("nan", "unseeded", "seeded")) > 5  # the cases are not all of a kind
 
 
 def test_rows_that_were_not_used_are_zero():
-    leaves, scales, amaxes = next(iter(state_cases.cases(8)))
+    leaves, amaxes = next(iter(state_cases.cases(8)))
     used = "101100"
 
     def write(leaves):
         rows = [i for i in range(Q) if used[i] == "1"]
         spec = write_spec(used)
-        return primitives.scale_write(leaves, [scales[i] for i in rows], [amaxes[i] for i in rows], spec)
+        return primitives.scale_write(leaves, [amaxes[i] for i in rows], spec)
 
     native, reference = both(write, leaves)
     assert_same_bits(native, reference)
@@ -88,13 +88,13 @@ def test_rows_that_were_not_used_are_zero():
 
 
 def test_leaves_of_another_dtype_are_read_in_float32_and_written_in_theirs():
-    leaves, scales, amaxes = next(iter(state_cases.cases(8)))
+    leaves, amaxes = next(iter(state_cases.cases(8)))
     halves = {name: leaf.astype(jnp.bfloat16) for name, leaf in leaves.items()}
     wide = {name: leaf.astype(jnp.float32) for name, leaf in halves.items()}
 
     def step(leaves):
         scale = primitives.scale_read(leaves, read_spec())
-        return scale, primitives.scale_write(leaves, list(scales), list(amaxes), write_spec())
+        return scale, primitives.scale_write(leaves, list(amaxes), write_spec())
 
     (scale, new), (want_scale, want) = step(halves), step(wide)
     assert_same_bits(scale, want_scale)
@@ -104,11 +104,10 @@ def test_leaves_of_another_dtype_are_read_in_float32_and_written_in_theirs():
 
 
 def test_nothing_is_sliced_or_stacked_around_them():
-    leaves, _, _ = next(iter(state_cases.cases(8)))
+    leaves, _ = next(iter(state_cases.cases(8)))
 
     def step(leaves, *amaxes):
-        scale = primitives.scale_read(leaves, read_spec())
-        return primitives.scale_write(leaves, scale, amaxes, write_spec())
+        return primitives.scale_read(leaves, read_spec()), primitives.scale_write(leaves, amaxes, write_spec())
 
     text = jax.jit(step).lower(leaves, *(jnp.float32(1),) * Q).compile().as_text()
     opcodes = set(re.findall(r" ([a-z][\w-]*)\(", text[text.index("ENTRY") :].partition("\n")[2]))
@@ -117,16 +116,16 @@ def test_nothing_is_sliced_or_stacked_around_them():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_replicated_in_a_mesh(kind):
-    leaves, scales, amaxes = next(iter(state_cases.cases(8)))
+    leaves, amaxes = next(iter(state_cases.cases(8)))
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
 
-    def step(leaves, scales, amaxes):
+    def step(leaves, amaxes):
         read = primitives.scale_read(leaves, read_spec())
-        return read, primitives.scale_write(leaves, list(scales), list(amaxes), write_spec())
+        return read, primitives.scale_write(leaves, list(amaxes), write_spec())
 
-    want = jax.jit(step)(leaves, scales, amaxes)
+    want = jax.jit(step)(leaves, amaxes)
     with jax.set_mesh(mesh):
-        everywhere = jax.device_put((leaves, scales, amaxes), NamedSharding(mesh, P()))
+        everywhere = jax.device_put((leaves, amaxes), NamedSharding(mesh, P()))
         compiled = jax.jit(step).lower(*everywhere).compile()
         assert_same_bits(compiled(*everywhere), want)
     assert hlo.count_custom_calls(compiled.as_text()) == {"te_jax_scale_read": 1, "te_jax_scale_write": 1}
@@ -135,7 +134,7 @@ def test_replicated_in_a_mesh(kind):
 
 def test_pipeline_stages_keep_their_own():
     """In a shard_map the state may vary over an axis; scales vary with it, and over nothing else."""
-    cases = [leaves for leaves, _, _ in state_cases.cases(8)][:4]
+    cases = [leaves for leaves, _ in state_cases.cases(8)][:4]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *cases)
     mesh = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
 
@@ -143,7 +142,7 @@ def test_pipeline_stages_keep_their_own():
         leaves = {name: leaf[0] for name, leaf in leaves.items()}
         scales = primitives.scale_read(leaves, read_spec())
         assert {compat.varying_axes(scale) for scale in scales} == {frozenset({"stage"})}
-        new = primitives.scale_write(leaves, scales, [jnp.float32(2)] * Q, write_spec())
+        new = primitives.scale_write(leaves, [jnp.float32(2)] * Q, write_spec())
         return jnp.stack(scales)[None], {name: leaf[None] for name, leaf in new.items()}
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=P("stage"), out_specs=P("stage"))
@@ -151,7 +150,7 @@ def test_pipeline_stages_keep_their_own():
     for i, leaves in enumerate(cases):
         want = primitives.scale_read(leaves, read_spec())
         np.testing.assert_array_equal(scales[i], np.stack(want))
-        wanted = primitives.scale_write(leaves, want, [jnp.float32(2)] * Q, write_spec())
+        wanted = primitives.scale_write(leaves, [jnp.float32(2)] * Q, write_spec())
         assert_same_bits({name: leaf[i] for name, leaf in new.items()}, wanted)
 
 
@@ -159,9 +158,9 @@ def test_vmap_scan_and_remat():
     cases = list(state_cases.cases(8))[:3]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *cases)
 
-    def step(leaves, scales, amaxes):
+    def step(leaves, amaxes):
         read = primitives.scale_read(leaves, read_spec())
-        return jnp.stack(read), primitives.scale_write(leaves, list(scales), list(amaxes), write_spec())
+        return jnp.stack(read), primitives.scale_write(leaves, list(amaxes), write_spec())
 
     want = [jax.jit(step)(*case) for case in cases]
     mapped = jax.jit(jax.vmap(step))(*stacked)
@@ -191,17 +190,15 @@ ONE = jnp.float32(1)
             r"scale_read: leaves: expected \['amax_history', 'scale', 'uses'\], got \['scale'\]",
         ),
         (
-            lambda: primitives.scale_write(LEAVES, [ONE], [ONE], ScaleWriteSpec(formats="e4m3 e4m3", used="11")),
-            r"scale_write: scales: expected 2 \(one for each used\), got 1",
+            lambda: primitives.scale_write(LEAVES, [ONE], ScaleWriteSpec(formats="e4m3 e4m3", used="11")),
+            r"scale_write: amaxes: expected 2 \(one for each used\), got 1",
         ),
         (
-            lambda: primitives.scale_write(LEAVES, [ONE], [ONE], ScaleWriteSpec(formats="e4m3 e4m3", used="1")),
+            lambda: primitives.scale_write(LEAVES, [ONE], ScaleWriteSpec(formats="e4m3 e4m3", used="1")),
             r"scale_write: used: expected 0 or 1 for each of 2 quantizers, got '1'",
         ),
         (
-            lambda: primitives.scale_write(
-                LEAVES, [ONE], [jnp.ones(2)], ScaleWriteSpec(formats="e4m3 e4m3", used="01")
-            ),
+            lambda: primitives.scale_write(LEAVES, [jnp.ones(2)], ScaleWriteSpec(formats="e4m3 e4m3", used="01")),
             r"scale_write: amaxes\[1\]: expected shape \(\), got \(2,\)",
         ),
     ],

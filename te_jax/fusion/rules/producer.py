@@ -19,7 +19,7 @@ ACTIVATIONS = (ReLU, GELU, SiLU, GEGLU, SwiGLU)
 
 @dataclasses.dataclass(frozen=True)
 class ProducerQuantize:
-    """The step: runs the producer, books scale and amax with the linear it writes for."""
+    """The step: runs the producer, books the amax with the linear it writes for."""
 
     producer: int
     consumer: int
