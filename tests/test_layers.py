@@ -42,7 +42,7 @@ INCLUDES = {
     "ffi": {"core", "ffi"},
     "ffi/cpu": {"core", "ffi", "ffi/cpu", "cpu"},
     "ffi/cuda": {"core", "ffi", "ffi/cuda", "kernels", "gemm", "comm"},
-    "tests": {"core", "ffi", "cpu", "kernels", "gemm", "comm", "tests"},
+    "tests": {"core", "ffi", "cpu", "gemm", "comm", "tests"},
     "tests/cuda": {"core", "kernels", "gemm", "comm", "tests"},
     "tests/fake_cuda": {"core", "kernels", "gemm", "tests"},
 }

@@ -58,7 +58,7 @@ struct PassParams {
   uint8_t* data_t;
   float *scale_used, *scale_inv, *amax;
   float* tile_sums;          // [row tiles, planes * cols], or null
-  const uint32_t* partials;  // [num_partials]: maxima by AmaxKernel's blocks
+  const uint32_t* partials;  // [num_partials]: maxima by the blocks of the kernel before
   int num_partials;
 };
 
@@ -124,8 +124,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __device__ inline uint32_t ReducePartials(const uint32_t* partials, int num_partials, uint32_t* scratch) {
   uint32_t bits = 0;
-  // From the L2 cache: blocks of a kernel that is still running may have written them.
-  for (int i = threadIdx.x; i < num_partials; i += kThreads) bits = max(bits, __ldcg(partials + i));
+  for (int i = threadIdx.x; i < num_partials; i += kThreads) bits = max(bits, partials[i]);
   return BlockMax<kThreads>(bits, scratch);
 }
 
@@ -282,7 +281,7 @@ template <class Loader, bool kDbias>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSM<Loader>) WriteKernel(Loader loader, PassParams params) {
   __shared__ TileMemory<Loader> memory;
   AwaitPredecessor();
-  // From the end: what an amax pass has read last is still in the L2 cache.
+  // From the end: what an amax or statistics pass has read last is still in the L2 cache.
   const Place at(gridDim.x - 1 - blockIdx.x, params.cols);
   const Operands<Loader> operands(loader, at, params.rows, params.cols);
   WriteTile<Loader, kDbias>(loader, params, at, operands, blockIdx.x == 0, memory);

@@ -44,7 +44,6 @@ struct PassWorkspace {
   float* tile_sums = nullptr;    // [row tiles, cols], if dbias is wanted
   float* mean = nullptr;         // [rows], norms only
   float* rstd = nullptr;         // [rows], norms only
-  uint32_t* counters = nullptr;  // [NumCounters], norms only
 
   // `cols` is the number of columns of the result.
   PassWorkspace(int64_t rows, int64_t cols, const QuantizedOut& out, void* memory) {
@@ -55,13 +54,11 @@ struct PassWorkspace {
     if (out.dbias != nullptr) next += NumRowTiles(rows) * cols * sizeof(float);
     mean = reinterpret_cast<float*>(next);
     rstd = mean + rows;
-    counters = reinterpret_cast<uint32_t*>(rstd + rows);
   }
   static size_t Bytes(int64_t rows, int64_t cols, const QuantizedOut& out, bool norm = false) {
     return kMaxPartials * sizeof(uint32_t) + (out.dbias == nullptr ? 0 : NumRowTiles(rows) * cols * sizeof(float)) +
-           (norm ? 2 * rows * sizeof(float) + NumCounters(rows) * sizeof(uint32_t) : 0);
+           (norm ? 2 * rows * sizeof(float) : 0);
   }
-  static int64_t NumCounters(int64_t rows) { return 1 + NumRowTiles(rows); }  // tasks taken; done of each row of tiles
 };
 
 }  // namespace te_jax::kernels

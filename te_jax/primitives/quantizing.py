@@ -100,12 +100,10 @@ def factors(spec: QuantizingSpec, lead: Factors, cols: str) -> tuple[Factors, ..
 def workspace_bytes(spec: QuantizingSpec, y_shape: tuple[int, ...], *, norm: bool = False) -> int:
     """Bytes of device memory that the pass over y works in on CUDA: ``PassWorkspace`` in csrc/kernels/workspace.h.
 
-    fp32 and its bit patterns: the partial maxima of amax, dbias of each row of tiles; for a norm mean and rstd of each
-    row, and counters of what is done.
+    fp32 and its bit patterns: the partial maxima of amax, dbias of each row of tiles, mean and rstd of each row.
     """
     rows, cols = math.prod(y_shape[:-1]), y_shape[-1]
-    row_tiles = -(-rows // 128)
-    words = 512 + (row_tiles * cols if spec.dbias else 0) + (2 * rows + 1 + row_tiles if norm else 0)
+    words = 512 + (-(-rows // 128) * cols if spec.dbias else 0) + (2 * rows if norm else 0)
     return 4 * words
 
 
