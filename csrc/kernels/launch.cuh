@@ -20,19 +20,26 @@ __device__ inline void AwaitPredecessor() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Queues kernel<<<blocks, threads, 0, stream>>>(args...).
+// Queues kernel<<<blocks, threads, shared_bytes, stream>>>(args...).
 template <class... Params, class... Args>
-cudaError_t Launch(void (*kernel)(Params...), unsigned blocks, unsigned threads, cudaStream_t stream, Args&&... args) {
+cudaError_t LaunchWithShared(void (*kernel)(Params...), dim3 blocks, unsigned threads, size_t shared_bytes,
+                             cudaStream_t stream, Args&&... args) {
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
+  config.gridDim = blocks;
   config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+}
+
+template <class... Params, class... Args>
+cudaError_t Launch(void (*kernel)(Params...), dim3 blocks, unsigned threads, cudaStream_t stream, Args&&... args) {
+  return LaunchWithShared(kernel, blocks, threads, 0, stream, std::forward<Args>(args)...);
 }
 
 }  // namespace te_jax::kernels
