@@ -105,10 +105,12 @@ class MultiHeadAttention(nn.Module):
     @nn.nowrap
     def attention_plan(self, x: jax.ShapeDtypeStruct | Array, *, platform: str | None = None) -> str:
         """What runs the attention between the projections on ``platform`` and why not cuDNN; None: on CUDA."""
-        _, _, head_dim = self._head_shapes(x)
-        query = jax.ShapeDtypeStruct((*x.shape[:-1], self.num_heads, head_dim), self.dtype or x.dtype)
+        heads, kv_heads, head_dim = self._head_shapes(x)
+        query, key = (
+            jax.ShapeDtypeStruct((*x.shape[:-1], n, head_dim), self.dtype or x.dtype) for n in (heads, kv_heads)
+        )
         asked = "attention_implementation='xla'" if self.attention_implementation == "xla" else None
-        reason = asked or why_not_cudnn(query, platform)
+        reason = asked or why_not_cudnn(query, key, platform)
         return f"attention: XLA: {reason}" if reason else "attention: cuDNN flash attention"
 
     @nn.nowrap

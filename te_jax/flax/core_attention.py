@@ -17,9 +17,20 @@ from te_jax.primitives import AttentionGradSpec, AttentionSpec, attention, atten
 Implementation = Literal["xla", "cudnn"]
 
 
-def why_not_cudnn(query: Array | jax.ShapeDtypeStruct, platform: str | None = None) -> str | None:
-    """Why attention of queries [*lead, T, H, D] isn't cuDNN's on ``platform`` (None: on CUDA); None if it is."""
-    return support.why_not(AttentionSpec(causal=False, scale=1.0), query, platform=platform)
+def why_not_cudnn(
+    query: Array | jax.ShapeDtypeStruct, key: Array | jax.ShapeDtypeStruct, platform: str | None = None
+) -> str | None:
+    """Why attention isn't cuDNN's on ``platform`` (None: on CUDA); None if it is.
+
+    Args:
+      query: [*lead, T, H, D].
+      key: [*lead, S, G, D].
+      platform: as for ``support.why_not``.
+    """
+    *lead, heads, head_dim = query.shape
+    groups = key.shape[-2]
+    grouped = jax.ShapeDtypeStruct((*lead, groups, heads // groups, head_dim), query.dtype)
+    return support.why_not(AttentionSpec(causal=False, scale=1.0), grouped, key, key, platform=platform)
 
 
 def core_attention(
@@ -35,9 +46,10 @@ def core_attention(
       query: [*lead, T, H, D].
       key, value: [*lead, S, G, D], G a divisor of H.
       causal: whether position t attends to positions <= t only.
-      implementation: "xla"; "cudnn": ValueError where cuDNN doesn't take dtype or D; None: cuDNN where it takes them.
+      implementation: "xla"; "cudnn": ValueError where cuDNN doesn't take dtype, D or lengths; None: cuDNN where it
+        takes them.
     """
-    reason = None if implementation == "xla" else why_not_cudnn(query)
+    reason = None if implementation == "xla" else why_not_cudnn(query, key)
     if implementation == "cudnn" and reason:
         raise ValueError(f"core_attention: implementation='cudnn': expected what cuDNN takes, got: {reason}")
     if implementation == "xla" or reason:

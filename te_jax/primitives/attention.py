@@ -136,8 +136,8 @@ def _cuda(spec, q, k, v, *rest):
     return out, *(x.reshape(*lead, groups, ratio, t) for x in stats)
 
 
-def _why_not(spec, q, *rest):
-    return cudnn.why_not_flash_attention(q.dtype, q.shape[-1], math.prod(q.shape))
+def _why_not(spec, q, k, *rest):
+    return cudnn.why_not_flash_attention(q.dtype, q.shape[-1], math.prod(q.shape), (q.shape[-4], k.shape[-3]))
 
 
 def _results(spec: AttentionSpec, q, *rest) -> tuple:

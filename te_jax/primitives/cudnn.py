@@ -57,12 +57,17 @@ def flash_attention_grad(
     return tuple(grad.transpose(_BTHD) for grad in grads)
 
 
-def why_not_flash_attention(dtype: np.dtype, head_dim: int, size: int) -> str | None:
-    """Why cuDNN doesn't take queries of this dtype, head dimension and number of elements; None if it does."""
+def why_not_flash_attention(dtype: np.dtype, head_dim: int, size: int, lengths: tuple[int, int]) -> str | None:
+    """Why cuDNN doesn't take queries of this dtype, head dimension and number of elements; None if it does.
+
+    ``lengths`` are those of the sequences of queries and of keys.
+    """
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype).name} is not bfloat16 or float16"
     if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
         return f"head_dim {head_dim} is not a multiple of 8, at most {_MAX_HEAD_DIM}"
+    if lengths == (1, 1):
+        return "a single query and a single key"
     return "there is no element" if size == 0 else None
 
 

@@ -24,9 +24,11 @@ def test_values_and_gradients(tokens, heads, groups, head_dim, dtype, causal):
     rng = np.random.default_rng(0)
     shapes = [(2, tokens, n, head_dim) for n in (heads, groups, groups, heads)]
     operands = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
-    assert why_not_cudnn(operands[0], "cuda") is None
+    taken = tokens > 1
+    assert (why_not_cudnn(*operands[:2], "cuda") is None) == taken
     compiled = jax.jit(lambda *x: value_and_grads(*x, causal)).lower(*operands).compile()
-    assert compiled.as_text().count("__cudnn$fmhaSoftmax") >= 2
+    calls = compiled.as_text().count("__cudnn$fmhaSoftmax")
+    assert calls >= 2 if taken else calls == 0
     wide = [x.astype(jnp.float32) for x in operands]
     want = jax.jit(lambda *x: value_and_grads(*x, causal, "xla"))(*wide)
     for name, a, b in zip(("out", "dq", "dk", "dv"), compiled(*operands), want, strict=True):

@@ -133,10 +133,22 @@ def test_one_trace_lowers_for_both_platforms():
 )
 def test_what_cudnn_does_not_take_is_xlas(dtype, head_dim, reason):
     q = jnp.ones((1, 8, 2, head_dim), dtype)
-    assert reason in why_not_cudnn(q)
-    assert cudnn_calls(lowered_for_cuda(attend(), q, q, q)) == []
+    assert_xlas(reason, q, q)
+
+
+def test_cudnn_takes_no_single_query_with_a_single_key():
+    one, two = (jnp.ones((1, tokens, 2, 16), jnp.bfloat16) for tokens in (1, 2))
+    assert_xlas("a single query and a single key", one, one)
+    for q, k in ((one, two), (two, one)):
+        assert why_not_cudnn(q, k) is None
+        assert len(cudnn_calls(lowered_for_cuda(attend(), q, k, k))) == 1
+
+
+def assert_xlas(reason, q, k):
+    assert reason in why_not_cudnn(q, k)
+    assert cudnn_calls(lowered_for_cuda(attend(), q, k, k)) == []
     with pytest.raises(ValueError, match=f"implementation='cudnn': .*{reason}"):
-        attend(implementation="cudnn")(q, q, q)
+        attend(implementation="cudnn")(q, k, k)
 
 
 def test_what_no_platform_takes_is_named():
