@@ -57,6 +57,11 @@ def test_amax_of_nan_is_nan_and_of_nothing_is_zero():
     assert np.isnan(reference.amax(jnp.array([1.0, jnp.nan, 2.0])))
     assert reference.amax(jnp.array([1.0, -jnp.inf])) == np.inf
     assert reference.amax(jnp.zeros((0, 16))) == 0
+    # A tensor that XLA's CPU backend reduces in vectors, where its floating point maximum loses a NaN.
+    large = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
+    large[130, 5] = np.nan
+    assert np.isnan(reference.amax(jnp.asarray(large)))
+    np.testing.assert_array_equal(np.isnan(reference.amax(jnp.asarray(large), 1)), np.arange(256) == 130)
 
 
 @pytest.mark.parametrize("dtypes", [("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3")])
