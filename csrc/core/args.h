@@ -13,6 +13,11 @@ namespace te_jax {
 
 enum class DType : int32_t { kF32, kBF16, kF16, kE4M3, kE5M2 };
 
+// One scale for the whole tensor, or one for each block of its last dimension or last two.
+enum class Scaling : int32_t { kTensor, kBlock1x128, kBlock128x128 };
+constexpr int64_t kBlock = 128;
+constexpr int64_t NumBlocks(int64_t size) { return (size + kBlock - 1) / kBlock; }
+
 // Results of a pass that can quantize y [rows, cols] (te_jax/primitives/spec.py, QuantizingSpec).
 struct QuantizedOut {
   DType format = DType::kE4M3;     // kE4M3 or kE5M2
@@ -28,7 +33,17 @@ struct QuantizedOut {
   int32_t margin = 0;
   bool power_of_two = false;
   bool if_unseeded = false;
+
+  // Block scaling: no scale, scale_used and amax. Scales as a GEMM reads them (GemmArgs).
+  Scaling scaling = Scaling::kTensor;  // kBlock1x128: data_t [cols, padded rows] is quantized by itself
+  float* scale_inv_t = nullptr;        // of the blocks of data_t
+  int64_t group_rows = 0;              // rows of the last leading dimension: no block crosses from one group into the next
 };
+
+// Rows of data_t in 1x128 blocks: every group is padded to whole blocks.
+inline int64_t PaddedRows(int64_t rows, const QuantizedOut& out) {
+  return rows / out.group_rows * NumBlocks(out.group_rows) * kBlock;
+}
 
 struct QuantizeArgs {
   int64_t rows = 0, cols = 0;
@@ -103,6 +118,8 @@ struct DequantizeArgs {
 
 // out [m, n] = alpha * lhs_scale_inv * rhs_scale_inv * (lhs . rhs) + beta * c + bias, row major.
 // lhs is [m, k] (or [k, m] if lhs_contract_first), rhs [n, k] (or [k, n] if rhs_contract_first).
+// Block scaling: every 128 steps of k have their own scales: lhs_scale_inv [k blocks, m] for 1x128 blocks,
+// [m blocks, k blocks] for 128x128; rhs_scale_inv the same with n.
 struct GemmArgs {
   int64_t m = 0, n = 0, k = 0;
   DType lhs_dtype = DType::kE4M3, rhs_dtype = DType::kE4M3, out_dtype = DType::kBF16;
@@ -112,8 +129,9 @@ struct GemmArgs {
   float alpha = 1.0f, beta = 0.0f;
   const void* lhs = nullptr;
   const void* rhs = nullptr;
-  const float* lhs_scale_inv = nullptr;  // [1], FP8 only
-  const float* rhs_scale_inv = nullptr;  // [1], FP8 only
+  Scaling lhs_scaling = Scaling::kTensor, rhs_scaling = Scaling::kTensor;  // both kTensor or none
+  const float* lhs_scale_inv = nullptr;                                    // [1] or of blocks, FP8 only
+  const float* rhs_scale_inv = nullptr;
   const void* bias = nullptr;            // [n]
   const void* c = nullptr;               // [m, n]; may be equal to out
   const float* out_scale = nullptr;      // [1], FP8 output only

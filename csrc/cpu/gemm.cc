@@ -31,6 +31,36 @@ void Multiply(const GemmArgs& args, const float* lhs, const float* rhs, float* o
                  &ld_lhs, &zero, out, &n);
 }
 
+// The scale of `row` of an operand of `rows` rows, and of a block of its k.
+float BlockScale(const float* scale_inv, Scaling scaling, int64_t rows, int64_t k, int64_t row, int64_t block) {
+  return scaling == Scaling::kBlock1x128 ? scale_inv[block * rows + row]
+                                         : scale_inv[row / kBlock * NumBlocks(k) + block];
+}
+
+// out [m, n] = the sum over blocks of k of (lhs . rhs over the block) * lhs's scale * rhs's scale. `part` [m, n] and
+// `rhs_scales` [n] are scratch. One scale after the other: the product of two small ones would be subnormal.
+void MultiplyBlocks(const GemmArgs& args, const float* lhs, const float* rhs, float* out, float* part,
+                    float* rhs_scales) {
+  char trans = 'T', none = 'N';
+  int m = static_cast<int>(args.m), n = static_cast<int>(args.n), k = static_cast<int>(args.k);
+  float one = 1.0f, zero = 0.0f;
+  std::fill(out, out + args.m * args.n, 0.0f);
+  for (int64_t block = 0; block < NumBlocks(args.k); ++block) {
+    int steps = static_cast<int>(std::min(kBlock, args.k - block * kBlock));
+    g_sgemm.load()(&trans, &none, &n, &m, &steps, &one, const_cast<float*>(rhs) + block * kBlock, &k,
+                   const_cast<float*>(lhs) + block * kBlock, &k, &zero, part, &n);
+    for (int64_t j = 0; j < args.n; ++j) {
+      rhs_scales[j] = BlockScale(args.rhs_scale_inv, args.rhs_scaling, args.n, args.k, j, block);
+    }
+    for (int64_t i = 0; i < args.m; ++i) {
+      const float lhs_scale = BlockScale(args.lhs_scale_inv, args.lhs_scaling, args.m, args.k, i, block);
+      const float* from = part + i * args.n;
+      float* to = out + i * args.n;
+      for (int64_t j = 0; j < args.n; ++j) to[j] += from[j] * lhs_scale * rhs_scales[j];
+    }
+  }
+}
+
 // y = factor * y + beta * c + bias, one row of n.
 struct Epilogue {
   const GemmArgs& args;
@@ -66,11 +96,18 @@ bool Gemm(const GemmArgs& args) {
   const Scratch<float> own(in_out ? 0 : m * n), c(args.beta != 0.0f ? n : 0);
   if (lhs == nullptr || rhs == nullptr || (args.bias != nullptr && bias == nullptr) || !own || !c) return false;
   float* product = in_out ? static_cast<float*>(args.out) : own.get();
-  Multiply(args, lhs, rhs, product);
+  const bool blocks = args.lhs_scaling != Scaling::kTensor;
+  const Scratch<float> part(blocks ? m * n : 0), rhs_scales(blocks ? n : 0);
+  if (!part || !rhs_scales) return false;
+  if (blocks) {
+    MultiplyBlocks(args, lhs, rhs, product, part.get(), rhs_scales.get());
+  } else {
+    Multiply(args, lhs, rhs, product);
+  }
 
   float factor = args.alpha;
-  if (args.lhs_scale_inv != nullptr) factor *= *args.lhs_scale_inv;
-  if (args.rhs_scale_inv != nullptr) factor *= *args.rhs_scale_inv;
+  if (args.lhs_scale_inv != nullptr && !blocks) factor *= *args.lhs_scale_inv;
+  if (args.rhs_scale_inv != nullptr && !blocks) factor *= *args.rhs_scale_inv;
   const Epilogue epilogue{args, factor, bias, c.get()};
   uint32_t amax_bits = 0;
   for (int64_t row = 0; row < m; ++row) {

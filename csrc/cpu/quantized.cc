@@ -28,47 +28,6 @@ void Transpose8x8(uint64_t rows[8]) {
   swap(1, 0x00ff00ff00ff00ffull);
 }
 
-// data_t [cols, rows]: the `count` rows of `tile` [count, cols] become its columns first_row onwards.
-void WriteTransposed(const uint8_t* tile, int64_t count, int64_t first_row, int64_t rows, int64_t cols,
-                     uint8_t* data_t) {
-  const int64_t full_rows = count / 8 * 8, full_cols = cols / 8 * 8;
-  for (int64_t c = 0; c < full_cols; c += 8) {
-    for (int64_t r = 0; r < full_rows; r += 8) {
-      uint64_t block[8];
-      for (int i = 0; i < 8; ++i) std::memcpy(&block[i], tile + (r + i) * cols + c, 8);
-      Transpose8x8(block);
-      for (int i = 0; i < 8; ++i) std::memcpy(data_t + (c + i) * rows + first_row + r, &block[i], 8);
-    }
-  }
-  for (int64_t c = 0; c < cols; ++c) {
-    for (int64_t r = c < full_cols ? full_rows : 0; r < count; ++r) {
-      data_t[c * rows + first_row + r] = tile[r * cols + c];
-    }
-  }
-}
-
-// amax and the column sums, one pass over y.
-[[nodiscard]] bool Reduce(const void* y, DType dtype, int64_t rows, int64_t cols, float* row, float* amax,
-                          void* dbias, DType dbias_dtype) {
-  const Scratch<double> sums(dbias != nullptr ? cols : 0);
-  if (!sums) return false;
-  if (dbias != nullptr) std::fill(sums.get(), sums.get() + cols, 0.0);
-  uint32_t bits = 0;
-  for (int64_t r = 0; r < rows; ++r) {
-    LoadRow(y, dtype, r * cols, cols, row);
-    if (amax != nullptr) bits = AmaxBits(row, cols, bits);
-    if (dbias != nullptr) {
-      for (int64_t c = 0; c < cols; ++c) sums.get()[c] += row[c];
-    }
-  }
-  if (amax != nullptr) *amax = FloatOf(bits);
-  if (dbias != nullptr) {
-    for (int64_t c = 0; c < cols; ++c) row[c] = static_cast<float>(sums.get()[c]);
-    StoreRow(row, cols, dbias_dtype, dbias, 0);
-  }
-  return true;
-}
-
 [[nodiscard]] bool Cast(const void* y, DType dtype, int64_t rows, int64_t cols, float* row, float scale,
                         const QuantizedOut& out) {
   const Scratch<uint8_t> own(out.data == nullptr ? kTile * cols : 0);
@@ -88,6 +47,44 @@ void WriteTransposed(const uint8_t* tile, int64_t count, int64_t first_row, int6
 }
 
 }  // namespace
+
+void WriteTransposed(const uint8_t* tile, int64_t count, int64_t first_row, int64_t rows, int64_t cols,
+                     uint8_t* data_t) {
+  const int64_t full_rows = count / 8 * 8, full_cols = cols / 8 * 8;
+  for (int64_t c = 0; c < full_cols; c += 8) {
+    for (int64_t r = 0; r < full_rows; r += 8) {
+      uint64_t block[8];
+      for (int i = 0; i < 8; ++i) std::memcpy(&block[i], tile + (r + i) * cols + c, 8);
+      Transpose8x8(block);
+      for (int i = 0; i < 8; ++i) std::memcpy(data_t + (c + i) * rows + first_row + r, &block[i], 8);
+    }
+  }
+  for (int64_t c = 0; c < cols; ++c) {
+    for (int64_t r = c < full_cols ? full_rows : 0; r < count; ++r) {
+      data_t[c * rows + first_row + r] = tile[r * cols + c];
+    }
+  }
+}
+
+bool Reduce(const void* y, DType dtype, int64_t rows, int64_t cols, float* row, float* amax, void* dbias,
+            DType dbias_dtype) {
+  const Scratch<double> sums(dbias != nullptr ? cols : 0);
+  if (!sums) return false;
+  if (dbias != nullptr) std::fill(sums.get(), sums.get() + cols, 0.0);
+  uint32_t bits = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    LoadRow(y, dtype, r * cols, cols, row);
+    if (amax != nullptr) bits = AmaxBits(row, cols, bits);
+    if (dbias != nullptr) {
+      for (int64_t c = 0; c < cols; ++c) sums.get()[c] += row[c];
+    }
+  }
+  if (amax != nullptr) *amax = FloatOf(bits);
+  if (dbias != nullptr) {
+    for (int64_t c = 0; c < cols; ++c) dbias[c] = static_cast<float>(sums.get()[c]);
+  }
+  return true;
+}
 
 uint32_t AmaxBits(const float* row, int64_t n, uint32_t previous) {
   int32_t max = static_cast<int32_t>(previous);  // signed: baseline x86-64 compares no unsigned vectors
@@ -113,6 +110,7 @@ bool SkipSeeded(const QuantizedOut& out) {
 }
 
 bool WriteQuantized(const void* y, DType dtype, int64_t rows, int64_t cols, const QuantizedOut& out) {
+  if (out.scaling != Scaling::kTensor) return WriteBlocks(y, dtype, rows, cols, out);
   const Scratch<float> row(cols);
   if (!row) return false;
   const bool quantizes = out.data != nullptr || out.data_t != nullptr;

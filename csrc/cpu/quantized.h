@@ -12,6 +12,17 @@ namespace te_jax::cpu {
 // Writes all results but hp, which is y itself. False where scratch memory can't be had.
 [[nodiscard]] bool WriteQuantized(const void* y, DType dtype, int64_t rows, int64_t cols, const QuantizedOut& out);
 
+// The same in block scaling (csrc/cpu/blocks.cc).
+[[nodiscard]] bool WriteBlocks(const void* y, DType dtype, int64_t rows, int64_t cols, const QuantizedOut& out);
+
+// amax and the column sums, those that are wanted, in one pass over y. `row` is scratch for [cols].
+[[nodiscard]] bool Reduce(const void* y, DType dtype, int64_t rows, int64_t cols, float* row, float* amax,
+                          void* dbias, DType dbias_dtype);
+
+// data_t [cols, rows]: the `count` rows of `tile` [count, cols] become its columns first_row onwards.
+void WriteTransposed(const uint8_t* tile, int64_t count, int64_t first_row, int64_t rows, int64_t cols,
+                     uint8_t* data_t);
+
 // A pass with `if_unseeded` whose scale is given reads nothing: writes amax = 0 and returns true.
 bool SkipSeeded(const QuantizedOut& out);
 

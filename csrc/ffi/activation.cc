@@ -55,6 +55,10 @@ ffi::ErrorOr<ActivationGradArgs> DecodeActivationGrad(const ffi::RemainingArgs& 
   out.dy = dy.data;
   out.x = operands.ArgOf("x", dy.dtype, shape);
   out.out = DecodeQuantized(operands, spec, dy.dtype, shape);
+  if (operands.ok() && IsGated(out.kind) && out.out.scaling != Scaling::kTensor) {
+    operands.Expect(out.cols % kBlock == 0, "dy's last dimension of a gated activation in blocks", "a multiple of 128",
+                    std::to_string(out.cols));
+  }
   ffi::Error error = operands.Finish();
   if (error.failure()) return ffi::Unexpected(error);
   return out;

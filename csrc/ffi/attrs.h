@@ -19,6 +19,7 @@ struct QuantizingSpec {
   int64_t margin;
   bool power_of_two, if_unseeded;
   std::string_view dbias_dtype = "float32";
+  std::string_view scaling = "tensor";
 
   bool quantizes() const { return data || data_t; }
 };
@@ -56,6 +57,7 @@ struct GemmSpec {
   bool bias;
   float alpha, beta;
   bool in_place, amax, fast_accumulation;
+  std::string_view lhs_scaling = "tensor", rhs_scaling = "tensor";
 };
 
 struct ScaleReadSpec {
@@ -77,7 +79,7 @@ struct ScaleWriteSpec {
   StructMember<std::string_view>("format"), StructMember<bool>("hp"), StructMember<bool>("data"),         \
       StructMember<bool>("data_t"), StructMember<bool>("amax"), StructMember<bool>("dbias"),              \
       StructMember<int64_t>("margin"), StructMember<bool>("power_of_two"), StructMember<bool>("if_unseeded"), \
-      StructMember<std::string_view>("dbias_dtype")
+      StructMember<std::string_view>("dbias_dtype"), StructMember<std::string_view>("scaling")
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::QuantizeSpec, TE_JAX_QUANTIZING_MEMBERS);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::NormSpec, TE_JAX_QUANTIZING_MEMBERS,
@@ -97,7 +99,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::GemmSpec, StructMember<bool>("fp8"
                                       StructMember<std::string_view>("out_dtype"), StructMember<bool>("bias"),
                                       StructMember<float>("alpha"), StructMember<float>("beta"),
                                       StructMember<bool>("in_place"), StructMember<bool>("amax"),
-                                      StructMember<bool>("fast_accumulation"));
+                                      StructMember<bool>("fast_accumulation"),
+                                      StructMember<std::string_view>("lhs_scaling"),
+                                      StructMember<std::string_view>("rhs_scaling"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ScaleReadSpec, StructMember<std::string_view>("formats"),
                                       StructMember<int64_t>("margin"), StructMember<bool>("most_recent"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ScaleWriteSpec, StructMember<std::string_view>("formats"),

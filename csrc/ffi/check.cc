@@ -46,6 +46,27 @@ bool ParseFormat(std::string_view text, DType* format) {
   return true;
 }
 
+bool ParseScaling(std::string_view text, Scaling* scaling) {
+  if (text == "tensor") {
+    *scaling = Scaling::kTensor;
+  } else if (text == "block_1x128") {
+    *scaling = Scaling::kBlock1x128;
+  } else if (text == "block_128x128") {
+    *scaling = Scaling::kBlock128x128;
+  } else {
+    return false;
+  }
+  return true;
+}
+
+Shape BlockScaleShape(const Shape& data, size_t contract_dims, Scaling scaling) {
+  if (scaling == Scaling::kBlock128x128) return {NumBlocks(data[0]), NumBlocks(data[1])};
+  Shape shape(data.end() - static_cast<ptrdiff_t>(contract_dims), data.end());
+  shape.back() = NumBlocks(shape.back());
+  shape.insert(shape.end(), data.begin(), data.end() - static_cast<ptrdiff_t>(contract_dims));
+  return shape;
+}
+
 std::string ToString(const Shape& shape) {
   std::string text = "[";
   for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);

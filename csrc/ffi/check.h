@@ -83,6 +83,14 @@ class Operands {
 bool ParseFormat(std::string_view text, DType* format);
 bool ParseDType(std::string_view text, DType* dtype);
 
+// "tensor", "block_1x128" or "block_128x128".
+bool ParseScaling(std::string_view text, Scaling* scaling);
+inline constexpr char kScalings[] = "tensor, block_1x128 or block_128x128";
+
+// The shape of the scales of data [*kept, *contracted] in blocks, whose last `contract_dims` dimensions a GEMM
+// contracts: [*contracted in blocks, *kept], or [kept blocks, contracted blocks] for 128x128.
+Shape BlockScaleShape(const Shape& data, size_t contract_dims, Scaling scaling);
+
 }  // namespace te_jax
 
 #endif  // TE_JAX_FFI_CHECK_H_

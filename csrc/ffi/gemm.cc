@@ -53,7 +53,36 @@ void CheckSizes(Operands& operands, const GemmArgs& gemm) {
     operands.Aligned("lhs's kept dimension, its last one", gemm.m);
   } else {
     operands.Expect(gemm.m > 0, "lhs's number of rows", "at least 1", std::to_string(gemm.m));
+    operands.Expect(gemm.lhs_scaling != Scaling::kBlock1x128 || gemm.m % 8 == 0, "lhs's number of rows",
+                    "a multiple of 8 in block_1x128", std::to_string(gemm.m));
   }
+}
+
+// Block-scaled operands: what cuBLASLt has kernels for.
+void CheckScaling(Operands& operands, const GemmSpec& spec, GemmArgs* gemm) {
+  operands.Expect(ParseScaling(spec.lhs_scaling, &gemm->lhs_scaling), "lhs_scaling", kScalings, spec.lhs_scaling);
+  operands.Expect(ParseScaling(spec.rhs_scaling, &gemm->rhs_scaling), "rhs_scaling", kScalings, spec.rhs_scaling);
+  const bool lhs = gemm->lhs_scaling != Scaling::kTensor, rhs = gemm->rhs_scaling != Scaling::kTensor;
+  if (!lhs && !rhs) return;
+  operands.Check(lhs && rhs, "lhs_scaling, rhs_scaling: expected blocks for both operands, got tensor for one");
+  operands.Check(gemm->lhs_scaling == Scaling::kBlock1x128 || gemm->rhs_scaling == Scaling::kBlock1x128,
+                 "lhs_scaling, rhs_scaling: expected block_1x128 for one operand, got block_128x128 twice");
+  operands.Check(spec.fp8, "fp8: expected true for block-scaled operands, got false");
+  operands.Check(!spec.fast_accumulation, "fast_accumulation: expected false for block-scaled operands, got true");
+  operands.Expect(!IsFP8(gemm->out_dtype), "out_dtype of block-scaled operands", "bfloat16, float16 or float32",
+                  NameOf(gemm->out_dtype));
+}
+
+const float* DecodeScales(Operands& operands, std::string_view name, const Array& array, int64_t contract_dims,
+                          Scaling scaling) {
+  if (!operands.ok() || scaling == Scaling::kTensor) return operands.ArgOf<float>(name, DType::kF32, {});
+  operands.Expect(scaling == Scaling::kBlock1x128 || array.shape.size() == 2, std::string(array.name) + " rank",
+                  "2 in block_128x128", std::to_string(array.shape.size()));
+  operands.Expect(contract_dims == 1 || array.shape.back() % kBlock == 0, std::string(array.name) + "'s last dimension",
+                  "a multiple of 128 where several are contracted", std::to_string(array.shape.back()));
+  if (!operands.ok()) return nullptr;
+  return operands.ArgOf<float>(name, DType::kF32,
+                               BlockScaleShape(array.shape, static_cast<size_t>(contract_dims), scaling));
 }
 
 }  // namespace
@@ -68,6 +97,7 @@ ffi::ErrorOr<GemmArgs> DecodeGemm(const ffi::RemainingArgs& args, const ffi::Rem
   const Array lhs = operands.Arg("lhs", spec.fp8 ? fp8 : kHighPrecision);
   const Array rhs = operands.Arg("rhs", spec.fp8 ? fp8 : kHighPrecision);
   CheckDTypes(operands, spec, lhs, rhs, out.out_dtype);
+  CheckScaling(operands, spec, &out);
   const Split l = SplitShape(operands, lhs, spec.contract_dims, spec.lhs_contract_first);
   const Split r = SplitShape(operands, rhs, spec.contract_dims, spec.rhs_contract_first);
   operands.Expect(l.contracted == r.contracted, "rhs's contracted dimensions", ToString(l.contracted),
@@ -90,8 +120,8 @@ ffi::ErrorOr<GemmArgs> DecodeGemm(const ffi::RemainingArgs& args, const ffi::Rem
   Shape shape = l.kept;  // of the result: [*L, *R]
   shape.insert(shape.end(), r.kept.begin(), r.kept.end());
   if (spec.fp8) {
-    out.lhs_scale_inv = operands.ArgOf<float>("lhs_scale_inv", DType::kF32, {});
-    out.rhs_scale_inv = operands.ArgOf<float>("rhs_scale_inv", DType::kF32, {});
+    out.lhs_scale_inv = DecodeScales(operands, "lhs_scale_inv", lhs, spec.contract_dims, out.lhs_scaling);
+    out.rhs_scale_inv = DecodeScales(operands, "rhs_scale_inv", rhs, spec.contract_dims, out.rhs_scaling);
   }
   if (spec.bias) {
     const Array bias = operands.WithShape(operands.Arg("bias", kHighPrecision), r.kept);

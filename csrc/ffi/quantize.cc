@@ -8,6 +8,36 @@ namespace te_jax {
 
 namespace ffi = xla::ffi;
 
+namespace {
+
+// The results of a pass in block scaling, which has no scale operand.
+void DecodeBlocks(Operands& operands, const QuantizingSpec& spec, DType dtype, const Shape& shape, QuantizedOut* out) {
+  const bool square = out->scaling == Scaling::kBlock128x128;
+  operands.Check(spec.quantizes(), "scaling: expected data or data_t in block scaling, got neither");
+  operands.Check(!spec.amax && !spec.if_unseeded && spec.margin == 0,
+                 "scaling: expected no amax, if_unseeded or margin in block scaling");
+  operands.Expect(!operands.ok() || (square ? shape.size() == 2 : !spec.data_t || shape.size() >= 2), "rank",
+                  square ? "2 in block_128x128" : "2 or more for data_t", std::to_string(shape.size()));
+  if (!operands.ok()) return;
+  out->group_rows = shape.size() < 2 ? 1 : shape[shape.size() - 2];
+  Shape transposed = {shape.back()};
+  transposed.insert(transposed.end(), shape.begin(), shape.end() - 1);
+  if (!square && spec.data_t) transposed.back() = NumBlocks(transposed.back()) * kBlock;
+  if (spec.hp) out->hp = operands.RetOf("hp", dtype, shape);
+  if (spec.data) out->data = operands.RetOf("data", out->format, shape);
+  if (spec.data_t) out->data_t = operands.RetOf("data_t", out->format, transposed);
+  if (spec.data) {
+    out->scale_inv = operands.RetOf<float>("scale_inv", DType::kF32, BlockScaleShape(shape, 1, out->scaling));
+  }
+  if (spec.data_t) {
+    out->scale_inv_t = operands.RetOf<float>("scale_inv_t", DType::kF32,
+                                             BlockScaleShape(transposed, transposed.size() - 1, out->scaling));
+  }
+  if (spec.dbias) out->dbias = operands.RetOf("dbias", out->dbias_dtype, {shape.back()});
+}
+
+}  // namespace
+
 void DecodeRows(Operands& operands, const QuantizingSpec& spec, const Shape& shape, int64_t* rows, int64_t* cols) {
   if (!operands.ok()) return;
   if (!operands.Expect(!shape.empty(), "rank", "at least 1", "0")) return;
@@ -15,7 +45,8 @@ void DecodeRows(Operands& operands, const QuantizingSpec& spec, const Shape& sha
   *cols = shape.back();
   operands.Expect(*rows > 0, "number of rows", "at least 1", std::to_string(*rows));
   operands.Aligned("last dimension", *cols);
-  if (spec.data_t) operands.Aligned("number of rows of a tensor that is written transposed", *rows);
+  // 1x128 blocks are padded to whole ones.
+  if (spec.data_t && spec.scaling != "block_1x128") operands.Aligned("number of rows of a tensor that is written transposed", *rows);
 }
 
 QuantizedOut DecodeQuantized(Operands& operands, const QuantizingSpec& spec, DType dtype, const Shape& shape) {
@@ -24,12 +55,17 @@ QuantizedOut DecodeQuantized(Operands& operands, const QuantizingSpec& spec, DTy
   operands.Expect(spec.margin >= -64 && spec.margin <= 64, "margin", "-64 to 64", std::to_string(spec.margin));
   operands.Expect(ParseDType(spec.dbias_dtype, &out.dbias_dtype) && !IsFP8(out.dbias_dtype), "dbias_dtype",
                   "float32, bfloat16 or float16", spec.dbias_dtype);
+  operands.Expect(ParseScaling(spec.scaling, &out.scaling), "scaling", kScalings, spec.scaling);
+  out.power_of_two = spec.power_of_two;
+  if (out.scaling != Scaling::kTensor) {
+    DecodeBlocks(operands, spec, dtype, shape, &out);
+    return out;
+  }
   if (spec.if_unseeded) {
     operands.Check(spec.amax && !spec.quantizes() && !spec.hp && !spec.dbias,
                    "if_unseeded: expected a pass that wants amax alone");
   }
   out.margin = static_cast<int32_t>(spec.margin);
-  out.power_of_two = spec.power_of_two;
   out.if_unseeded = spec.if_unseeded;
   out.scale = operands.ArgOf<float>("scale", DType::kF32, {});
   if (!operands.ok()) return out;

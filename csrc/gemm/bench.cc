@@ -17,6 +17,17 @@ constexpr float kNever = std::numeric_limits<float>::infinity();
 
 size_t BytesOf(DType dtype) { return IsFP8(dtype) ? 1 : dtype == DType::kF32 ? 4 : 2; }
 
+// Of an operand [rows, k], with the padding that cuBLASLt wants for 128x128 blocks.
+size_t ScaleBytes(Scaling scaling, int64_t rows, int64_t k) {
+  const int64_t blocks = NumBlocks(k);
+  switch (scaling) {
+    case Scaling::kTensor: return sizeof(float);
+    case Scaling::kBlock1x128: return static_cast<size_t>(blocks * rows) * sizeof(float);
+    case Scaling::kBlock128x128: return static_cast<size_t>(NumBlocks(rows) * ((blocks + 3) / 4 * 4)) * sizeof(float);
+  }
+  return sizeof(float);
+}
+
 std::string MiB(size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
 }  // namespace
@@ -107,8 +118,8 @@ void Bench::Place(const GemmDesc& desc) {
   if (desc.accumulates && !desc.in_place) Take(args_.c, m * n * BytesOf(desc.c));
   if (desc.in_place) args_.c = args_.out;
   if (desc.has_bias) Take(args_.bias, n * BytesOf(desc.bias_dtype));
-  if (IsFP8(desc.lhs)) Take(args_.lhs_scale_inv, sizeof(float));
-  if (IsFP8(desc.lhs)) Take(args_.rhs_scale_inv, sizeof(float));
+  if (IsFP8(desc.lhs)) Take(args_.lhs_scale_inv, ScaleBytes(desc.lhs_scaling, desc.m, desc.k));
+  if (IsFP8(desc.lhs)) Take(args_.rhs_scale_inv, ScaleBytes(desc.rhs_scaling, desc.n, desc.k));
   if (IsFP8(desc.out)) Take(args_.out_scale, sizeof(float));
   if (desc.has_amax) Take(args_.amax, sizeof(float));
   Take(workspace_, kWorkspaceBytes);
@@ -125,9 +136,12 @@ void Bench::Fill(const GemmDesc& desc) {
   if (desc.accumulates && !desc.in_place) random(args_.c, desc.c, desc.m * desc.n, 4);
   if (desc.has_bias) random(args_.bias, desc.bias_dtype, desc.n, 5);
   // 0x3a3a3a3a is 0.0007: products of FP8 operands come out near 1.
-  for (const float* scale : {args_.lhs_scale_inv, args_.rhs_scale_inv, args_.out_scale}) {
-    if (scale != nullptr) Ok(cudaMemsetAsync(const_cast<float*>(scale), 0x3a, sizeof(float), stream_));
-  }
+  const auto scale = [&](const float* scales, size_t bytes) {
+    if (scales != nullptr) Ok(cudaMemsetAsync(const_cast<float*>(scales), 0x3a, bytes, stream_));
+  };
+  scale(args_.lhs_scale_inv, ScaleBytes(desc.lhs_scaling, desc.m, desc.k));
+  scale(args_.rhs_scale_inv, ScaleBytes(desc.rhs_scaling, desc.n, desc.k));
+  scale(args_.out_scale, sizeof(float));
   if (args_.amax != nullptr) Ok(cudaMemsetAsync(args_.amax, 0, sizeof(float), stream_));
 }
 

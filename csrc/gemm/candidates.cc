@@ -11,7 +11,7 @@ std::vector<cublasLtMatmulAlgo_t> Candidates(Calls& calls, cublasLtHandle_t hand
     calls.Ok("cublasLtMatmulPreferenceSetAttribute",
              calls.lt.preference_set(preference, attribute, &value, sizeof value));
   };
-  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceBytes);
+  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, WorkspaceBytes(problem.desc));
   // A split contraction is added up in fp32 and rounded once, never in the type of the result.
   set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
   for (const auto attribute :
@@ -41,7 +41,7 @@ bool CanRun(Calls& calls, cublasLtHandle_t handle, const Problem& problem, cubla
   cublasLtMatmulHeuristicResult_t result{};
   const cublasStatus_t status = calls.lt.algo_check(handle, operation, problem.a.get(), problem.b.get(),
                                                     problem.c.get(), problem.d.get(), &algorithm, &result);
-  return status == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= kWorkspaceBytes;
+  return status == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= WorkspaceBytes(problem.desc);
 }
 
 }  // namespace te_jax::gemm

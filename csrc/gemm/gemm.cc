@@ -113,6 +113,16 @@ cublasLtMatmulDesc_t OperationOf(Calls& calls, const Prepared* prepared, const G
   return calls.ok() ? operations.emplace(prepared, std::move(made)).first->second.get() : nullptr;
 }
 
+// Copies scales that need it (ScalePadding) to the end of the workspace, and makes the arguments point there.
+cudaError_t PadScales(const ScalePadding& padding, GemmArgs* args, void* workspace, cudaStream_t stream) {
+  if (padding.bytes() == 0) return cudaSuccess;
+  const float*& scales = args->lhs_scaling == Scaling::kBlock128x128 ? args->lhs_scale_inv : args->rhs_scale_inv;
+  void* padded = static_cast<char*>(workspace) + kWorkspaceBytes - padding.bytes();
+  const float* given = std::exchange(scales, static_cast<const float*>(padded));
+  return cudaMemcpy2DAsync(padded, padding.pitch, given, padding.width, padding.width, padding.rows,
+                           cudaMemcpyDeviceToDevice, stream);
+}
+
 // Queues the GEMM with what was prepared for its description.
 void Queue(Calls& calls, cublasLtHandle_t handle, const Prepared& prepared, cublasLtMatmulDesc_t operation,
            const GemmArgs& args, void* workspace, cudaStream_t stream) {
@@ -139,12 +149,12 @@ bool LoadAlgorithm(const AlgorithmKey& key, const Choice& choice) {
 
 void SetTimed(bool enabled) { timed = enabled; }
 
-Status Launch(const GemmArgs& args, void* workspace, cudaStream_t stream) {
+Status Launch(const GemmArgs& given, void* workspace, cudaStream_t stream) {
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) {
     return {Status::kInternal, std::string("cudaGetDevice: ") + cudaGetErrorString(error)};
   }
-  const Key key{device, timed.load(), generation.load(), DescOf(args)};
+  const Key key{device, timed.load(), generation.load(), DescOf(given)};
   const Prepared* prepared = Preparations().Find(key);
   std::optional<GemmPlan> plan;
   if (prepared == nullptr) {
@@ -161,6 +171,8 @@ Status Launch(const GemmArgs& args, void* workspace, cudaStream_t stream) {
     return calls.ok() ? Status{}
                       : Status{calls.status().code, calls.status().message + " (" + ToString(key.desc) + ")"};
   };
+  GemmArgs args = given;
+  if (!calls.Ok("cudaMemcpy2DAsync", PadScales(ScalePadding(key.desc), &args, workspace, stream))) return result();
   if (prepared == nullptr) {
     auto made = std::make_unique<Prepared>(Prepared{Problem(calls, key.desc, *plan)});
     if (!calls.ok()) return result();

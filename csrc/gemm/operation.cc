@@ -14,6 +14,15 @@ cudaDataType_t CudaType(DType dtype) {
   return CUDA_R_32F;
 }
 
+int32_t ScaleMode(Scaling scaling) {
+  switch (scaling) {
+    case Scaling::kTensor: return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+    case Scaling::kBlock1x128: return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+    case Scaling::kBlock128x128: return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+  }
+  return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+}
+
 Owned<cublasLtMatrixLayout_t> Layout(Calls& calls, const Matrix& matrix) {
   cublasLtMatrixLayout_t layout = nullptr;
   calls.Ok("cublasLtMatrixLayoutCreate",
@@ -62,6 +71,10 @@ Owned<cublasLtMatmulDesc_t> MakeOperation(Calls& calls, const GemmPlan& plan, co
   Set(calls, desc, CUBLASLT_MATMUL_DESC_TRANSA, plan.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
   Set(calls, desc, CUBLASLT_MATMUL_DESC_TRANSB, plan.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
   if (plan.fp8) Set(calls, desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(args.fast_accumulation));
+  if (args.lhs_scaling != Scaling::kTensor) {
+    Set(calls, desc, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, ScaleMode(args.rhs_scaling));
+    Set(calls, desc, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, ScaleMode(args.lhs_scaling));
+  }
   if (args.bias != nullptr) {
     Set(calls, desc, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
     Set(calls, desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, CudaType(args.bias_dtype));
@@ -88,7 +101,7 @@ void Multiply(Calls& calls, cublasLtHandle_t handle, cublasLtMatmulDesc_t operat
   calls.Ok("cublasLtMatmul",
            calls.lt.matmul(handle, operation, &args.alpha, args.rhs, problem.a.get(), args.lhs, problem.b.get(),
                            &args.beta, c, problem.c.get(), args.out, problem.d.get(), &algorithm, workspace,
-                           kWorkspaceBytes, stream));
+                           WorkspaceBytes(problem.desc), stream));
 }
 
 }  // namespace te_jax::gemm

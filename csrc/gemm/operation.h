@@ -49,6 +49,9 @@ Owned<cublasLtMatmulDesc_t> MakeOperation(Calls& calls, const GemmPlan& plan, co
 // Gives an operation of the same description other pointers.
 void SetPointers(Calls& calls, cublasLtMatmulDesc_t operation, const GemmPlan& plan, const GemmArgs& args);
 
+// What an algorithm may use of the workspace.
+inline size_t WorkspaceBytes(const GemmDesc& desc) { return kWorkspaceBytes - ScalePadding(desc).bytes(); }
+
 // Queues one multiplication. args.amax has to be 0.
 void Multiply(Calls& calls, cublasLtHandle_t handle, cublasLtMatmulDesc_t operation, const Problem& problem,
               const GemmArgs& args, const cublasLtMatmulAlgo_t& algorithm, void* workspace, cudaStream_t stream);

@@ -13,7 +13,7 @@ namespace {
 auto Fields(const GemmDesc& d) {
   return std::make_tuple(d.m, d.n, d.k, d.lhs, d.rhs, d.out, d.c, d.bias_dtype, d.lhs_contract_first,
                          d.rhs_contract_first, d.fast_accumulation, d.has_bias, d.accumulates, d.in_place, d.has_amax,
-                         d.alignment);
+                         d.alignment, d.lhs_scaling, d.rhs_scaling);
 }
 
 int32_t CommonAlignment(std::initializer_list<const void*> pointers) {
@@ -46,7 +46,31 @@ std::string WhyNotFP8(const GemmDesc& desc) {
   return "";
 }
 
+const char* ScalingName(Scaling scaling) {
+  return scaling == Scaling::kTensor ? "tensor" : scaling == Scaling::kBlock1x128 ? "block_1x128" : "block_128x128";
+}
+
+// cublasLtMatmul, "1D and 2D block scaling for FP8 data types with 128-element blocks".
+std::string WhyNotBlocks(const GemmDesc& desc) {
+  const auto expected = [&](const char* what, const char* wanted, Scaling got) {
+    return std::string(what) + ": expected " + wanted + ", got " + ScalingName(got);
+  };
+  if (!IsFP8(desc.lhs)) return Expected("lhs", "an FP8 format where operands are block-scaled", desc.lhs);
+  if (desc.rhs_scaling == Scaling::kTensor)
+    return expected("rhs_scaling", "blocks beside a block-scaled lhs", desc.rhs_scaling);
+  if (desc.lhs_scaling == Scaling::kTensor)
+    return expected("lhs_scaling", "blocks beside a block-scaled rhs", desc.lhs_scaling);
+  if (desc.lhs_scaling == Scaling::kBlock128x128 && desc.rhs_scaling == Scaling::kBlock128x128)
+    return expected("rhs_scaling", "block_1x128 beside block_128x128", desc.rhs_scaling);
+  if (desc.fast_accumulation) return "fast_accumulation: expected false for block-scaled operands, got true";
+  if (IsFP8(desc.out)) return Expected("out", "high precision for block-scaled operands", desc.out);
+  return "";
+}
+
 std::string WhyNot(const GemmDesc& desc) {
+  if (desc.lhs_scaling != Scaling::kTensor || desc.rhs_scaling != Scaling::kTensor) {
+    if (std::string reason = WhyNotBlocks(desc); !reason.empty()) return reason;
+  }
   if (desc.has_amax && !IsFP8(desc.out)) return Expected("out", "an FP8 format where amax is wanted", desc.out);
   if (desc.accumulates && desc.c != desc.out && !IsFP8(desc.out)) return Expected("c", NameOf(desc.out), desc.c);
   if (IsFP8(desc.lhs)) return WhyNotFP8(desc);
@@ -79,6 +103,7 @@ std::string ToString(const GemmDesc& desc) {
          (desc.accumulates ? std::string(" c=") + NameOf(desc.c) : "") + flag(desc.in_place, "in_place") +
          flag(desc.lhs_contract_first, "lhs_contract_first") + flag(desc.rhs_contract_first, "rhs_contract_first") +
          flag(desc.fast_accumulation, "fast_accumulation") + flag(desc.has_amax, "amax") +
+         (IsBlockScaled(desc) ? std::string(" ") + ScalingName(desc.lhs_scaling) + " by " + ScalingName(desc.rhs_scaling) : "") +
          " alignment=" + std::to_string(desc.alignment);
 }
 
@@ -99,8 +124,19 @@ GemmDesc DescOf(const GemmArgs& args) {
   if (desc.accumulates) desc.c = args.c_dtype;
   desc.in_place = desc.accumulates && args.c == args.out;
   desc.has_amax = args.amax != nullptr;
+  desc.lhs_scaling = args.lhs_scaling;
+  desc.rhs_scaling = args.rhs_scaling;
   desc.alignment = CommonAlignment({args.lhs, args.rhs, args.out, desc.accumulates ? args.c : nullptr});
   return desc;
+}
+
+ScalePadding::ScalePadding(const GemmDesc& desc) {
+  const bool lhs = desc.lhs_scaling == Scaling::kBlock128x128, rhs = desc.rhs_scaling == Scaling::kBlock128x128;
+  const auto blocks = static_cast<size_t>(NumBlocks(desc.k));
+  if ((!lhs && !rhs) || blocks % 4 == 0) return;
+  rows = static_cast<size_t>(NumBlocks(lhs ? desc.m : desc.n));
+  width = blocks * sizeof(float);
+  pitch = (blocks + 3) / 4 * 4 * sizeof(float);
 }
 
 std::variant<GemmPlan, std::string> MakePlan(const GemmDesc& desc) {

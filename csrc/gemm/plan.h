@@ -21,10 +21,13 @@ struct GemmDesc {
   bool lhs_contract_first = false, rhs_contract_first = false;
   bool fast_accumulation = false;
   bool has_bias = false, accumulates = false, in_place = false, has_amax = false;
+  Scaling lhs_scaling = Scaling::kTensor, rhs_scaling = Scaling::kTensor;
   int32_t alignment = 256;  // bytes; the largest power of two up to 256 that divides every matrix's address
 
   bool operator==(const GemmDesc& other) const;
 };
+
+inline bool IsBlockScaled(const GemmDesc& desc) { return desc.lhs_scaling != Scaling::kTensor; }
 
 GemmDesc DescOf(const GemmArgs& args);
 size_t HashOf(const GemmDesc& desc);
@@ -41,6 +44,15 @@ struct GemmPlan {
   Matrix a, b, c, d;
   bool transpose_a, transpose_b;
   bool fp8;
+};
+
+// cuBLASLt wants the scales of 128x128 blocks [row blocks, k blocks padded to 4]. Where they have to be copied for that,
+// the copy takes the end of the workspace.
+struct ScalePadding {
+  size_t rows = 0, width = 0, pitch = 0;  // row blocks; bytes of a row, and from one to the next
+
+  explicit ScalePadding(const GemmDesc& desc);
+  size_t bytes() const { return (rows * pitch + 255) / 256 * 256; }  // 0: nothing has to be copied
 };
 
 // The plan, or why there is none: the types that cuBLASLt has no Hopper kernels for.

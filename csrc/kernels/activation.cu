@@ -1,5 +1,6 @@
 #include "csrc/kernels/activation.h"
 #include "csrc/kernels/activation_math.cuh"
+#include "csrc/kernels/block_pass.cuh"
 #include "csrc/kernels/dispatch.h"
 #include "csrc/kernels/quantizing_pass.cuh"
 

@@ -1,3 +1,4 @@
+#include "csrc/kernels/block_pass.cuh"
 #include "csrc/kernels/dispatch.h"
 #include "csrc/kernels/norm.h"
 #include "csrc/kernels/quantizing_pass.cuh"

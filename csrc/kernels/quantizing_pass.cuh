@@ -314,11 +314,17 @@ inline PassParams MakePassParams(int64_t rows, int64_t cols, const QuantizedOut&
   return params;
 }
 
+// Instead of all that, in block scaling (block_pass.cuh).
+template <class Loader>
+cudaError_t LaunchBlockPass(const Loader& loader, int64_t rows, int64_t cols, const QuantizedOut& out, float* tile_sums,
+                            cudaStream_t stream);
+
 // Queues WriteKernel and DbiasKernel, or FinishAmaxKernel where only amax is wanted. `workspace.partials` holds the
 // maxima already, and amax is 0 already.
 template <class Loader>
 cudaError_t LaunchWrite(const Loader& loader, int64_t rows, int64_t cols, const QuantizedOut& out,
                         const PassWorkspace& workspace, cudaStream_t stream) {
+  if (out.scaling != Scaling::kTensor) return LaunchBlockPass(loader, rows, cols, out, workspace.tile_sums, stream);
   if (!WritesTiles(out)) return LaunchFinishAmax(out, workspace, stream);
   const auto num_tiles = static_cast<unsigned>(NumRowTiles(rows) * NumColTiles(cols));
   const PassParams params = MakePassParams(rows, cols, out, workspace);

@@ -21,6 +21,11 @@ constexpr int kTileCols = 64;
 TE_JAX_HOST_DEVICE constexpr int64_t NumRowTiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 TE_JAX_HOST_DEVICE constexpr int64_t NumColTiles(int64_t cols) { return (cols + kTileCols - 1) / kTileCols; }
 
+// Rows of 128 x 128 tiles of a pass in block scaling: none lies in two groups.
+inline int64_t BlockRowTiles(int64_t rows, const QuantizedOut& out) {
+  return rows / out.group_rows * NumBlocks(out.group_rows);
+}
+
 inline bool Quantizes(const QuantizedOut& out) { return out.data != nullptr || out.data_t != nullptr; }
 inline bool WritesTiles(const QuantizedOut& out) { return Quantizes(out) || out.hp != nullptr || out.dbias != nullptr; }
 
@@ -32,6 +37,7 @@ enum class AmaxNeed {
   kAlways,
 };
 inline AmaxNeed NeedOfAmax(const QuantizedOut& out) {
+  if (out.scaling != Scaling::kTensor) return AmaxNeed::kNone;  // every block finds its own
   if (Quantizes(out)) return AmaxNeed::kIfUnseeded;
   if (out.amax == nullptr) return AmaxNeed::kNone;
   if (WritesTiles(out)) return AmaxNeed::kZero;
@@ -51,12 +57,15 @@ struct PassWorkspace {
     partials = reinterpret_cast<uint32_t*>(next);
     next += kMaxPartials * sizeof(uint32_t);
     tile_sums = reinterpret_cast<float*>(next);
-    if (out.dbias != nullptr) next += NumRowTiles(rows) * cols * sizeof(float);
+    if (out.dbias != nullptr) next += NumTiles(rows, out) * cols * sizeof(float);
     mean = reinterpret_cast<float*>(next);
     rstd = mean + rows;
   }
+  static int64_t NumTiles(int64_t rows, const QuantizedOut& out) {
+    return out.scaling == Scaling::kTensor ? NumRowTiles(rows) : BlockRowTiles(rows, out);
+  }
   static size_t Bytes(int64_t rows, int64_t cols, const QuantizedOut& out, bool norm = false) {
-    return kMaxPartials * sizeof(uint32_t) + (out.dbias == nullptr ? 0 : NumRowTiles(rows) * cols * sizeof(float)) +
+    return kMaxPartials * sizeof(uint32_t) + (out.dbias == nullptr ? 0 : NumTiles(rows, out) * cols * sizeof(float)) +
            (norm ? 2 * rows * sizeof(float) : 0);
   }
 };

@@ -213,6 +213,51 @@ TEST(Dequantize) {
                   "out_dtype: expected float32, bfloat16 or float16, got float8_e5m2");
 }
 
+TEST(QuantizeBlocks) {
+  QuantizeSpec spec = Data();
+  spec.data_t = spec.dbias = true;
+  spec.scaling = "block_1x128";
+  const std::vector<Spec> rets = {{E4M3, {2, 70, 144}}, {E4M3, {144, 2, 128}}, {F32, {2, 2, 70}}, {F32, {2, 1, 144}},
+                                  {F32, {144}}};
+  const Frame frame({{BF16, {2, 70, 144}}}, rets);
+  const auto args = DecodeQuantize(frame.args(), frame.rets(), spec);
+  EXPECT(args.has_value());
+  if (!args.has_value()) return;
+  EXPECT(args->rows == 140 && args->cols == 144 && args->out.group_rows == 70);
+  EXPECT_EQ(PaddedRows(args->rows, args->out), 256);
+  EXPECT(args->out.scale == nullptr && args->out.scale_used == nullptr && args->out.amax == nullptr);
+  EXPECT(args->out.scale_inv == frame.ret(2) && args->out.scale_inv_t == frame.ret(3));
+
+  spec.scaling = "block_128x128";
+  const std::vector<Spec> squares = {{E4M3, {144, 272}}, {E4M3, {272, 144}}, {F32, {2, 3}}, {F32, {3, 2}}, {F32, {272}}};
+  EXPECT_EQ(QuantizeError({{BF16, {144, 272}}}, squares, spec).size(), 0u);
+  EXPECT_CONTAINS(QuantizeError({{BF16, {2, 8, 144}}}, rets, spec), "rank: expected 2 in block_128x128, got 3");
+  EXPECT_CONTAINS(QuantizeError({{BF16, {70, 144}}}, squares, spec), "number of rows of a tensor that is written");
+  spec.scaling = "mx";
+  EXPECT_CONTAINS(QuantizeError({{BF16, {16, 144}}}, squares, spec), "scaling: expected tensor, block_1x128 or");
+  spec.scaling = "block_1x128";
+  spec.amax = true;
+  EXPECT_CONTAINS(QuantizeError({{BF16, {2, 70, 144}}}, rets, spec), "expected no amax, if_unseeded or margin");
+  spec = Data();
+  spec.scaling = "block_1x128";
+  EXPECT_CONTAINS(QuantizeError({{BF16, {2, 70, 144}}}, {{E4M3, {2, 70, 144}}, {F32, {70, 2}}}, spec),
+                  "scale_inv shape: expected [2, 2, 70], got [70, 2]");
+  EXPECT_CONTAINS(QuantizeError({{BF16, {2, 70, 144}}, {F32, {}}}, {{E4M3, {2, 70, 144}}, {F32, {2, 2, 70}}}, spec),
+                  "number of operands: expected 1, got 2");
+}
+
+TEST(GatedGradientInBlocks) {
+  ActivationGradSpec spec{};
+  spec.format = "e4m3";
+  spec.data = true;
+  spec.scaling = "block_1x128";
+  spec.kind = "swiglu";
+  const Frame frame({{BF16, {8, 144}}, {BF16, {8, 288}}}, {{E4M3, {8, 288}}, {F32, {3, 8}}});
+  const auto args = DecodeActivationGrad(frame.args(), frame.rets(), spec);
+  EXPECT(args.has_error());
+  EXPECT_CONTAINS(args.error().message(), "gated activation in blocks: expected a multiple of 128, got 144");
+}
+
 GemmSpec FP8Gemm() {
   GemmSpec spec{};
   spec.fp8 = true;
@@ -242,6 +287,40 @@ TEST(GemmWithEverything) {
   EXPECT(args->m == 48 && args->n == 32 && args->k == 16);
   EXPECT(args->lhs_scale_inv == frame.arg(2) && args->rhs_scale_inv == frame.arg(3) && args->bias == frame.arg(4));
   EXPECT(args->c == frame.arg(5) && args->out_scale == frame.arg(6) && args->amax == frame.ret(1));
+}
+
+TEST(GemmBlocks) {
+  GemmSpec spec = FP8Gemm();
+  spec.lhs_scaling = "block_1x128";
+  spec.rhs_scaling = "block_128x128";
+  const std::vector<Spec> out = {{BF16, {2, 8, 144}}};
+  const Spec lhs = {E4M3, {2, 8, 272}}, rhs = {E4M3, {144, 272}}, a = {F32, {3, 2, 8}}, b = {F32, {2, 3}};
+  const Frame frame({lhs, rhs, a, b}, out);
+  const auto args = DecodeGemm(frame.args(), frame.rets(), spec);
+  EXPECT(args.has_value());
+  if (!args.has_value()) return;
+  EXPECT(args->lhs_scaling == Scaling::kBlock1x128 && args->rhs_scaling == Scaling::kBlock128x128);
+  EXPECT(args->lhs_scale_inv == frame.arg(2) && args->rhs_scale_inv == frame.arg(3));
+  EXPECT_CONTAINS(GemmError({lhs, rhs, {F32, {}}, b}, out, spec), "lhs_scale_inv shape: expected [3, 2, 8], got []");
+  EXPECT_CONTAINS(GemmError({lhs, rhs, a, {F32, {3, 2}}}, out, spec), "rhs_scale_inv shape: expected [2, 3], got [3, 2]");
+  EXPECT_CONTAINS(GemmError({{E4M3, {5, 272}}, rhs, a, b}, out, spec),
+                  "lhs's number of rows: expected a multiple of 8 in block_1x128, got 5");
+  spec.lhs_scaling = "tensor";
+  EXPECT_CONTAINS(GemmError({lhs, rhs, a, b}, out, spec), "expected blocks for both operands, got tensor for one");
+  spec.lhs_scaling = "block_128x128";
+  EXPECT_CONTAINS(GemmError({lhs, rhs, a, b}, out, spec), "expected block_1x128 for one operand, got block_128x128");
+  spec.lhs_scaling = "block_1x128";
+  spec.fast_accumulation = true;
+  EXPECT_CONTAINS(GemmError({lhs, rhs, a, b}, out, spec), "fast_accumulation: expected false");
+  spec = FP8Gemm();
+  spec.lhs_scaling = spec.rhs_scaling = "block_1x128";
+  spec.contract_dims = 2;
+  EXPECT_CONTAINS(GemmError({{E4M3, {48, 2, 80}}, {E4M3, {32, 2, 80}}, a, b}, {{BF16, {48, 32}}}, spec),
+                  "lhs's last dimension: expected a multiple of 128 where several are contracted, got 80");
+  EXPECT_EQ(GemmError({{E4M3, {48, 2, 128}}, {E4M3, {32, 2, 128}}, {F32, {2, 1, 48}}, {F32, {2, 1, 32}}},
+                      {{BF16, {48, 32}}}, spec)
+                .size(),
+            0u);
 }
 
 TEST(GemmErrors) {

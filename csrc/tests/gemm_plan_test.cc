@@ -77,6 +77,44 @@ TEST(UnsupportedTypesAreNamed) {
   EXPECT_CONTAINS(Reason(desc), "out dtype: expected float32, got bfloat16");
 }
 
+TEST(Blocks) {
+  GemmDesc desc = FP8Desc();
+  desc.lhs_scaling = Scaling::kBlock1x128;
+  EXPECT_CONTAINS(Reason(desc), "rhs_scaling: expected blocks beside a block-scaled lhs, got tensor");
+  desc.rhs_scaling = Scaling::kBlock128x128;
+  EXPECT(Reason(desc).empty());
+  EXPECT_CONTAINS(ToString(desc), "block_1x128 by block_128x128");
+  desc.lhs_scaling = Scaling::kBlock128x128;
+  EXPECT_CONTAINS(Reason(desc), "rhs_scaling: expected block_1x128 beside block_128x128");
+  desc.rhs_scaling = Scaling::kBlock1x128;
+  EXPECT(Reason(desc).empty());
+  desc.fast_accumulation = true;
+  EXPECT_CONTAINS(Reason(desc), "fast_accumulation: expected false");
+  desc.fast_accumulation = false;
+  desc.out = DType::kE4M3;
+  EXPECT_CONTAINS(Reason(desc), "out dtype: expected high precision");
+  desc = FP8Desc();
+  desc.lhs = desc.rhs = DType::kBF16;
+  desc.lhs_scaling = desc.rhs_scaling = Scaling::kBlock1x128;
+  EXPECT_CONTAINS(Reason(desc), "lhs dtype: expected an FP8 format where operands are block-scaled");
+}
+
+TEST(ScalesOfSquaresArePaddedWhereTheirRowsAreNotAligned) {
+  GemmDesc desc = FP8Desc();
+  desc.n = 300;
+  desc.lhs_scaling = Scaling::kBlock1x128;
+  desc.rhs_scaling = Scaling::kBlock128x128;
+  for (const int64_t k : {128, 512, 640}) {
+    desc.k = k;
+    const ScalePadding padding(desc);
+    EXPECT_EQ(padding.bytes(), k == 512 ? 0u : 256u);
+    if (k == 512) continue;
+    EXPECT_EQ(padding.rows, 3u);
+    EXPECT_EQ(padding.width, k == 128 ? 4u : 20u);
+    EXPECT_EQ(padding.pitch, k == 128 ? 16u : 32u);
+  }
+}
+
 TEST(DescOfArgs) {
   GemmArgs args;
   alignas(256) static char memory[1024];

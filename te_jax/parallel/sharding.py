@@ -2,6 +2,9 @@
 
 A rule names every dimension by its factor, as Shardy does: dimensions with the same factor are split the same way.
 From it come the Shardy rule of Auto meshes, the specs of Explicit ones, and the reductions that shards need.
+
+A dimension that counts the 128-element blocks of factor "k" is named ``in_blocks("k")``: it is split as k is, and k
+only where every shard is whole blocks. A k that isn't several whole blocks has to be among ``replicated``.
 """
 
 from __future__ import annotations
@@ -9,12 +12,31 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 from jax.sharding import PartitionSpec
+
+from te_jax.quant.block_reference import BLOCK
 
 Factors = tuple[str, ...]
 Axes = tuple[str, ...]
+
+_IN_BLOCKS = "_blocks"
+
+
+def in_blocks(factor: str) -> str:
+    """The name of a dimension that counts the blocks of ``factor``."""
+    return factor + _IN_BLOCKS
+
+
+def splits_in_blocks(size: int) -> bool:
+    """Whether a dimension of that size is several whole blocks; if not, its factor has to be replicated."""
+    return size % BLOCK == 0 and size > BLOCK
+
+
+def _base(factor: str) -> str:
+    return factor.removesuffix(_IN_BLOCKS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +77,34 @@ class ShardingRule:
             self, operands=operands, results=tuple((*names, *factors) for factors in self.results)
         )
 
+    @property
+    def _blocked(self) -> frozenset[str]:
+        """The factors that may only be split between blocks."""
+        dims = {factor for factors in (*self.operands, *self.results) for factor in factors}
+        return frozenset(_base(dim) for dim in dims if dim != _base(dim))
+
     def shardy(self) -> SdyShardingRule:
-        """The rule as ``custom_partitioning`` takes it."""
+        """The rule as ``custom_partitioning`` takes it: a factor in blocks is (blocks, 128)."""
+        compound = self._blocked - set(self.replicated)
+        sizes: dict[str, Any] = {f"{factor}_within": BLOCK for factor in compound}
+
+        def mapping(factors: Factors) -> ArrayMapping:
+            return ArrayMapping(*(CompoundFactor(in_blocks(f), f"{f}_within") if f in compound else f for f in factors))
+
+        def parts(factors: Factors) -> Factors:
+            """The names that stand for them in the rule."""
+            split = ((in_blocks(f), f"{f}_within") if f in compound else (f,) for f in factors)
+            return tuple(part for parts in split for part in parts)
+
+        # In the order in which they appear, as Shardy wants them.
+        dims = dict.fromkeys(factor for factors in (*self.operands, *self.results) for factor in factors)
+        fixed = tuple(dim for dim in dims if _base(dim) in self.replicated)
         return SdyShardingRule(
-            operand_mappings=tuple(ArrayMapping(*factors) for factors in self.operands),
-            result_mappings=tuple(ArrayMapping(*factors) for factors in self.results),
-            reduction_factors=self.contracted,
-            need_replication_factors=self.replicated,
+            operand_mappings=tuple(map(mapping, self.operands)),
+            result_mappings=tuple(map(mapping, self.results)),
+            reduction_factors=parts(tuple(factor for factor in self.contracted if factor not in self.replicated)),
+            need_replication_factors=fixed,
+            **sizes,
         )
 
     def axes(
@@ -77,14 +120,17 @@ class ShardingRule:
         """
         chosen: dict[str, Axes] = {}
         used: set[str] = set()
+        blocked = self._blocked
         arrays = [*zip(self.operands, operands, strict=True), *zip(self.results, results, strict=False)]
         for factors, (shape, spec) in arrays:
-            for factor, size, entry in zip(factors, shape, tuple(spec), strict=False):
+            for dim, size, entry in zip(factors, shape, tuple(spec), strict=False):
+                factor = _base(dim)
                 axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
                 axes = tuple(axis for axis in axes if axis in axis_sizes)
                 if not axes or factor in chosen or factor in self.replicated or used & set(axes):
                     continue
-                if size % math.prod(axis_sizes[axis] for axis in axes) == 0:
+                unit = BLOCK if dim in blocked else 1
+                if size % (unit * math.prod(axis_sizes[axis] for axis in axes)) == 0:
                     chosen[factor] = axes
                     used |= set(axes)
         return chosen
@@ -105,5 +151,5 @@ def _union(factors: Factors, axes: Mapping[str, Axes]) -> Axes:
 
 
 def _spec(factors: Factors, axes: Mapping[str, Axes]) -> PartitionSpec:
-    entries = (axes.get(factor, ()) for factor in factors)
+    entries = (axes.get(_base(factor), ()) for factor in factors)
     return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))

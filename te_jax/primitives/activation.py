@@ -18,20 +18,28 @@ from te_jax.primitives.custom_call import CustomCall
 from te_jax.primitives.definition import Definition
 from te_jax.primitives.quantizing import QuantizeOut
 from te_jax.primitives.spec import ACTIVATIONS, GATED_ACTIVATIONS, ActivationGradSpec, ActivationSpec
+from te_jax.quant.block_reference import BLOCK
 
 
 def activation(
-    x: jax.Array, scale: jax.Array, spec: ActivationSpec, *, amax_axes: tuple[str, ...] | None = None
+    x: jax.Array, scale: jax.Array | None, spec: ActivationSpec, *, amax_axes: tuple[str, ...] | None = None
 ) -> QuantizeOut:
     """y [*lead, C] = act(x), x [*lead, C] or [*lead, 2C] if gated; scale and amax_axes as for ``quantize``."""
-    return quantizing.to_out(spec, _ACTIVATION(spec, x, scale, amax_axes=amax_axes))
+    operands = quantizing.with_scale(spec, "activation", scale, x)
+    return quantizing.to_out(spec, _ACTIVATION(spec, *operands, amax_axes=amax_axes))
 
 
 def activation_grad(
-    dy: jax.Array, x: jax.Array, scale: jax.Array, spec: ActivationGradSpec, *, amax_axes: tuple[str, ...] | None = None
+    dy: jax.Array,
+    x: jax.Array,
+    scale: jax.Array | None,
+    spec: ActivationGradSpec,
+    *,
+    amax_axes: tuple[str, ...] | None = None,
 ) -> QuantizeOut:
     """y, in x's shape: the cotangent of x for dy [*lead, C], in x's dtype; scale, amax_axes as for ``quantize``."""
-    return quantizing.to_out(spec, _ACTIVATION_GRAD(spec, dy, x, scale, amax_axes=amax_axes))
+    operands = quantizing.with_scale(spec, "activation_grad", scale, dy, x)
+    return quantizing.to_out(spec, _ACTIVATION_GRAD(spec, *operands, amax_axes=amax_axes))
 
 
 def _act(kind: str, x: jax.Array) -> jax.Array:
@@ -68,38 +76,45 @@ def _y_shape(spec, x) -> tuple[int, ...]:
     return (*x.shape[:-1], x.shape[-1] // 2) if spec.kind in GATED_ACTIVATIONS else x.shape
 
 
-def _check_activation(spec, x, scale):
+def _check_activation(spec, x, *scale):
     gated = _check_kind("activation", spec)
     quantizing.check_high_precision("activation", "x", x)
     quantizing.check_rank("activation", "x", x)
     errors.check_value(
         not gated or x.shape[-1] % 2 == 0, "activation", "x", "an even last dimension (gated)", f"shape {x.shape}"
     )
-    quantizing.check(spec, "activation", scale)
+    quantizing.check(spec, "activation", _y_shape(spec, x), *scale)
 
 
-def _activation_reference(spec, x, scale):
+def _activation_reference(spec, x, *scale):
     wide = x.astype(jnp.float32)
     if spec.kind in GATED_ACTIVATIONS:
         act_in, gate = jnp.split(wide, 2, axis=-1)
         y = _act(spec.kind, act_in) * gate
     else:
         y = _act(spec.kind, wide)
-    return quantizing.finish(spec, y.astype(x.dtype), scale)
+    return quantizing.finish(spec, y.astype(x.dtype), *scale)
 
 
-def _activation_rule(spec, x, scale):
-    lead = quantizing.lead_factors(len(x.shape))
+def _activation_rule(spec, x, *scale):
+    lead, y_shape = quantizing.lead_factors(len(x.shape)), _y_shape(spec, x)
+    results = quantizing.factors(spec, lead, "c", y_shape)
+    replicated = quantizing.replicated(spec, lead, "c", y_shape)
     if spec.kind in GATED_ACTIVATIONS:  # a shard of [act | gate] doesn't hold the pairs
+        whole = ("c2", "c") if _has_cols(spec) else ("c2",)
         return ShardingRule(
-            operands=((*lead, "c2"), ()),
-            results=quantizing.factors(spec, lead, "c"),
-            replicated=("c2", "c") if _has_cols(spec) else ("c2",),
+            operands=((*lead, "c2"), *quantizing.scale_factors(spec)),
+            results=results,
+            replicated=tuple(dict.fromkeys(whole + replicated)),
             amax=lead,
             sums=lead,
         )
     return ShardingRule(
-        operands=((*lead, "c"), ()), results=quantizing.factors(spec, lead, "c"), amax=(*lead, "c"), sums=lead
+        operands=((*lead, "c"), *quantizing.scale_factors(spec)),
+        results=results,
+        replicated=replicated,
+        amax=(*lead, "c"),
+        sums=lead,
     )
 
 
@@ -111,29 +126,29 @@ _ACTIVATION = CustomCall(
     Definition(
         name="activation",
         spec_type=ActivationSpec,
-        operands=lambda spec: ("x", "scale"),
+        operands=lambda spec: quantizing.operands(spec, "x"),
         check=_check_activation,
-        results=lambda spec, x, scale: quantizing.results(spec, _y_shape(spec, x), x.dtype),
+        results=lambda spec, x, *scale: quantizing.results(spec, _y_shape(spec, x), x.dtype),
         reference=_activation_reference,
-        why_not=lambda spec, x, scale: quantizing.why_not(spec, _y_shape(spec, x)),
+        why_not=lambda spec, x, *scale: quantizing.why_not(spec, _y_shape(spec, x)),
         rule=_activation_rule,
         local=quantizing.local,
-        workspace=lambda spec, x, scale: quantizing.workspace_bytes(spec, _y_shape(spec, x)),
+        workspace=lambda spec, x, *scale: quantizing.workspace_bytes(spec, _y_shape(spec, x)),
     )
 )
 
 
-def _check_activation_grad(spec, dy, x, scale):
+def _check_activation_grad(spec, dy, x, *scale):
     gated = _check_kind("activation_grad", spec)
     quantizing.check_high_precision("activation_grad", "dy", dy)
     quantizing.check_rank("activation_grad", "dy", dy)
     errors.check_type(x.dtype == dy.dtype, "activation_grad", "x", f"dy's dtype {dy.dtype}", x.dtype)
     shape = (*dy.shape[:-1], dy.shape[-1] * (2 if gated else 1))
     errors.check_value(x.shape == shape, "activation_grad", "x", f"shape {shape}", x.shape)
-    quantizing.check(spec, "activation_grad", scale)
+    quantizing.check(spec, "activation_grad", x.shape, *scale)
 
 
-def _activation_grad_reference(spec, dy, x, scale):
+def _activation_grad_reference(spec, dy, x, *scale):
     """d/dx of act(x): dy * act'(x); gated, y = act(a) * g: [dy * act'(a) * g, dy * act(a)]."""
     wide, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
     if spec.kind in GATED_ACTIVATIONS:
@@ -142,32 +157,39 @@ def _activation_grad_reference(spec, dy, x, scale):
         dx = jnp.concatenate([d_act_in, dy * _act(spec.kind, act_in)], axis=-1)
     else:
         dx = dy * _act_derivative(spec.kind, wide)
-    return quantizing.finish(spec, dx.astype(x.dtype), scale)
+    return quantizing.finish(spec, dx.astype(x.dtype), *scale)
 
 
-def _activation_grad_rule(spec, dy, x, scale):
+def _activation_grad_rule(spec, dy, x, *scale):
     lead = quantizing.lead_factors(len(x.shape))
     gated = spec.kind in GATED_ACTIVATIONS
+    whole = ("f", "c") if gated else ()
     return ShardingRule(
-        operands=((*lead, "f" if gated else "c"), (*lead, "c"), ()),
-        results=quantizing.factors(spec, lead, "c"),
-        replicated=("f", "c") if gated else (),
+        operands=((*lead, "f" if gated else "c"), (*lead, "c"), *quantizing.scale_factors(spec)),
+        results=quantizing.factors(spec, lead, "c", x.shape),
+        replicated=tuple(dict.fromkeys(whole + quantizing.replicated(spec, lead, "c", x.shape))),
         amax=lead if gated else (*lead, "c"),
         sums=lead,
     )
+
+
+def _why_not_grad(spec, dy, x, *scale):
+    if spec.blocks and spec.kind in GATED_ACTIVATIONS and dy.shape[-1] % BLOCK:
+        return f"blocks of both halves of a gated gradient: {dy.shape[-1]} is not a multiple of {BLOCK}"
+    return quantizing.why_not(spec, dy.shape)
 
 
 _ACTIVATION_GRAD = CustomCall(
     Definition(
         name="activation_grad",
         spec_type=ActivationGradSpec,
-        operands=lambda spec: ("dy", "x", "scale"),
+        operands=lambda spec: quantizing.operands(spec, "dy", "x"),
         check=_check_activation_grad,
-        results=lambda spec, dy, x, scale: quantizing.results(spec, x.shape, x.dtype),
+        results=lambda spec, dy, x, *scale: quantizing.results(spec, x.shape, x.dtype),
         reference=_activation_grad_reference,
-        why_not=lambda spec, dy, x, scale: quantizing.why_not(spec, dy.shape),
+        why_not=_why_not_grad,
         rule=_activation_grad_rule,
         local=quantizing.local,
-        workspace=lambda spec, dy, x, scale: quantizing.workspace_bytes(spec, x.shape),
+        workspace=lambda spec, dy, x, *scale: quantizing.workspace_bytes(spec, x.shape),
     )
 )

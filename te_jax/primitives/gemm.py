@@ -11,7 +11,7 @@ import numpy as np
 
 from te_jax import errors
 from te_jax.parallel.sharding import ShardingRule
-from te_jax.primitives import quantizing
+from te_jax.primitives import block_gemm, quantizing
 from te_jax.primitives.custom_call import CustomCall
 from te_jax.primitives.definition import Definition
 from te_jax.primitives.quantizing import ALIGNMENT, HIGH_PRECISION
@@ -41,7 +41,8 @@ def gemm(
 
     Args:
       lhs, rhs: FP8 (not both E5M2) if ``spec.fp8``, otherwise both of one dtype: float32, bfloat16 or float16.
-      lhs_scale_inv, rhs_scale_inv: f32[], with FP8 operands only.
+      lhs_scale_inv, rhs_scale_inv: with FP8 operands only: f32[], or f32 of blocks as ``te_jax.quant.block_reference``
+        lays them out for a GEMM.
       bias: [*R], bfloat16 with FP8 operands (float16 with a float16 out), otherwise out's dtype; with ``spec.bias``
         only.
       c: [*L, *R] in out's dtype; with ``spec.beta != 0`` only, not with an FP8 out.
@@ -95,7 +96,10 @@ def _check(spec, lhs, rhs, *rest):
     errors.check_value(
         contracted_l == contracted_r, "gemm", "rhs", f"contracted dimensions {contracted_l}", contracted_r
     )
-    for name in ("lhs_scale_inv", "rhs_scale_inv", "out_scale"):
+    if spec.blocks:
+        block_gemm.check(spec, lhs, rhs, rest)
+    scalars = ("out_scale",) if spec.blocks else ("lhs_scale_inv", "rhs_scale_inv", "out_scale")
+    for name in scalars:
         if name in rest:
             quantizing.check_scalar("gemm", name, rest[name])
     for name, shape in (("bias", kept_r), ("c", kept_l + kept_r)):
@@ -153,6 +157,8 @@ def _results(spec, lhs, rhs, *rest):
 
 def _reference(spec, lhs, rhs, *rest):
     rest = dict(zip(_operands(spec)[2:], rest, strict=True))
+    if spec.blocks:
+        return _epilogue(spec, spec.alpha * block_gemm.product(spec, lhs, rhs, rest), rest)
     product = reference.gemm(
         lhs,
         rhs,
@@ -205,7 +211,7 @@ def _why_not(spec, lhs, rhs, *rest):
     for name, size in sizes.items():
         if size % ALIGNMENT:
             return f"{name} {size} is not a multiple of {ALIGNMENT}"
-    return None
+    return block_gemm.why_not(spec, m, n, k) if spec.blocks else None
 
 
 def _rule(spec, lhs, rhs, *rest):
@@ -216,9 +222,12 @@ def _rule(spec, lhs, rhs, *rest):
     lhs_factors = contracted + kept_l if spec.lhs_contract_first else kept_l + contracted
     rhs_factors = contracted + kept_r if spec.rhs_contract_first else kept_r + contracted
     known = {"lhs": lhs_factors, "rhs": rhs_factors, "bias": kept_r, "c": kept_l + kept_r}
+    if spec.blocks:
+        known |= block_gemm.scale_factors(spec, kept_l, kept_r, contracted)
     return ShardingRule(
         operands=tuple(known.get(name, ()) for name in _operands(spec)),
         results=(kept_l + kept_r, *(((),) if spec.amax else ())),
+        replicated=block_gemm.replicated(spec, lhs, rhs, kept_l, kept_r, contracted) if spec.blocks else (),
         contracted=contracted,
         amax=kept_l + kept_r,
         sums=contracted,

@@ -19,7 +19,7 @@ def norm(
     x: jax.Array,
     gamma: jax.Array,
     beta: jax.Array | None,
-    scale: jax.Array,
+    scale: jax.Array | None,
     spec: NormSpec,
     *,
     amax_axes: tuple[str, ...] | None = None,
@@ -40,7 +40,8 @@ def norm(
     expected = "an array" if spec.kind == "layernorm" else "None"
     got = "None" if beta is None else "an array"
     errors.check_value(expected == got, "norm", "beta", f"{expected} for {spec.kind}", got)
-    operands = (x, gamma, scale) if beta is None else (x, gamma, beta, scale)
+    tensors = (x, gamma) if beta is None else (x, gamma, beta)
+    operands = quantizing.with_scale(spec, "norm", scale, *tensors)
     return quantizing.to_out(spec, _NORM(spec, *operands, amax_axes=amax_axes), _stats(spec))
 
 
@@ -51,7 +52,17 @@ def _stats(spec) -> tuple[str, ...]:
 
 
 def _operands(spec) -> tuple[str, ...]:
-    return ("x", "gamma", "beta", "scale") if spec.kind == "layernorm" else ("x", "gamma", "scale")
+    return quantizing.operands(spec, *_tensors(spec))
+
+
+def _tensors(spec) -> tuple[str, ...]:
+    return ("x", "gamma", "beta") if spec.kind == "layernorm" else ("x", "gamma")
+
+
+def _split(spec, rest) -> tuple[tuple, tuple]:
+    """(beta or nothing, scale or nothing): the operands after gamma."""
+    count = len(_tensors(spec)) - 2
+    return tuple(rest[:count]), tuple(rest[count:])
 
 
 def _check(spec, x, gamma, *rest):
@@ -60,10 +71,11 @@ def _check(spec, x, gamma, *rest):
     quantizing.check_rank("norm", "x", x)
     quantizing.check_high_precision("norm", "gamma", gamma)
     errors.check_value(gamma.shape == x.shape[-1:], "norm", "gamma", f"shape {x.shape[-1:]}", gamma.shape)
-    for beta in rest[:-1]:
+    betas, scale = _split(spec, rest)
+    for beta in betas:
         errors.check_type(beta.dtype == gamma.dtype, "norm", "beta", f"gamma's dtype {gamma.dtype}", beta.dtype)
         errors.check_value(beta.shape == gamma.shape, "norm", "beta", f"shape {gamma.shape}", beta.shape)
-    quantizing.check(spec, "norm", rest[-1])
+    quantizing.check(spec, "norm", x.shape, *scale)
 
 
 def _results(spec, x, *rest):
@@ -72,7 +84,7 @@ def _results(spec, x, *rest):
 
 
 def _reference(spec, x, gamma, *rest):
-    *beta, scale = rest
+    beta, scale = _split(spec, rest)
     wide = x.astype(jnp.float32)
     gamma = gamma.astype(jnp.float32) + spec.zero_centered_gamma
     mean = jnp.mean(wide, axis=-1, keepdims=True)
@@ -82,15 +94,15 @@ def _reference(spec, x, gamma, *rest):
     if beta:
         y = y + beta[0].astype(jnp.float32)
     known = {"mean": mean[..., 0], "rstd": rstd[..., 0]}
-    return quantizing.finish(spec, y.astype(x.dtype), scale) + tuple(known[name] for name in _stats(spec))
+    return quantizing.finish(spec, y.astype(x.dtype), *scale) + tuple(known[name] for name in _stats(spec))
 
 
 def _rule(spec, x, *rest):
     lead = quantizing.lead_factors(len(x.shape))
     return ShardingRule(
-        operands=((*lead, "c"), *(("c",),) * (len(rest) - 1), ()),
-        results=quantizing.factors(spec, lead, "c") + (lead,) * len(_stats(spec)),
-        replicated=("c",),
+        operands=((*lead, "c"), *(("c",),) * (len(_tensors(spec)) - 1), *quantizing.scale_factors(spec)),
+        results=quantizing.factors(spec, lead, "c", x.shape) + (lead,) * len(_stats(spec)),
+        replicated=tuple({"c": None} | dict.fromkeys(quantizing.replicated(spec, lead, "c", x.shape))),
         amax=lead,
         sums=lead,
     )

@@ -18,20 +18,22 @@ from te_jax.quant.format import is_fp8
 
 
 def quantize(
-    x: jax.Array, scale: jax.Array, spec: QuantizeSpec, *, amax_axes: tuple[str, ...] | None = None
+    x: jax.Array, scale: jax.Array | None, spec: QuantizeSpec, *, amax_axes: tuple[str, ...] | None = None
 ) -> QuantizeOut:
     """Quantizes x [*lead, C] (float32, bfloat16 or float16) in one pass over it; see :class:`QuantizeSpec`.
 
     Args:
       x: the tensor.
-      scale: f32[]; > 0 is used, 0 asks for the scale that x's own amax gives, NaN gives NaN data.
+      scale: f32[]; > 0 is used, 0 asks for the scale that x's own amax gives, NaN gives NaN data. None in block
+        scaling, where every block has the scale that its amax gives.
       spec: which results are wanted.
       amax_axes: in ``shard_map``, the mesh axes that amax is reduced over; None: those x varies over, scale doesn't.
 
     Raises:
       ValueError, TypeError: for a shape, memory space or dtype that is not as above.
     """
-    return quantizing.to_out(spec, _QUANTIZE(spec, x, scale, amax_axes=amax_axes))
+    operands = quantizing.with_scale(spec, "quantize", scale, x)
+    return quantizing.to_out(spec, _QUANTIZE(spec, *operands, amax_axes=amax_axes))
 
 
 def dequantize(data: jax.Array, scale_inv: jax.Array, spec: DequantizeSpec) -> jax.Array:
@@ -40,17 +42,21 @@ def dequantize(data: jax.Array, scale_inv: jax.Array, spec: DequantizeSpec) -> j
     return out
 
 
-def _check_quantize(spec, x, scale):
+def _check_quantize(spec, x, *scale):
     quantizing.check_high_precision("quantize", "x", x)
     quantizing.check_rank("quantize", "x", x)
     errors.check_value(not spec.hp, "quantize", "hp", "False (it would be a copy of x)", spec.hp)
-    quantizing.check(spec, "quantize", scale)
+    quantizing.check(spec, "quantize", x.shape, *scale)
 
 
-def _quantize_rule(spec, x, scale):
+def _quantize_rule(spec, x, *scale):
     lead = quantizing.lead_factors(len(x.shape))
     return ShardingRule(
-        operands=((*lead, "c"), ()), results=quantizing.factors(spec, lead, "c"), amax=(*lead, "c"), sums=lead
+        operands=((*lead, "c"), *quantizing.scale_factors(spec)),
+        results=quantizing.factors(spec, lead, "c", x.shape),
+        replicated=quantizing.replicated(spec, lead, "c", x.shape),
+        amax=(*lead, "c"),
+        sums=lead,
     )
 
 
@@ -58,14 +64,14 @@ _QUANTIZE = CustomCall(
     Definition(
         name="quantize",
         spec_type=QuantizeSpec,
-        operands=lambda spec: ("x", "scale"),
+        operands=lambda spec: quantizing.operands(spec, "x"),
         check=_check_quantize,
-        results=lambda spec, x, scale: quantizing.results(spec, x.shape, x.dtype),
+        results=lambda spec, x, *scale: quantizing.results(spec, x.shape, x.dtype),
         reference=quantizing.finish,
-        why_not=lambda spec, x, scale: quantizing.why_not(spec, x.shape),
+        why_not=lambda spec, x, *scale: quantizing.why_not(spec, x.shape),
         rule=_quantize_rule,
         local=quantizing.local,
-        workspace=lambda spec, x, scale: quantizing.workspace_bytes(spec, x.shape),
+        workspace=lambda spec, x, *scale: quantizing.workspace_bytes(spec, x.shape),
     )
 )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 
 from te_jax import errors
 from te_jax.parallel.sharding import Factors, Reductions
+from te_jax.primitives import block_quantizing
 from te_jax.primitives.spec import QuantizingSpec
 from te_jax.quant import reference
 from te_jax.quant.division import reciprocal
@@ -29,7 +30,7 @@ class QuantizeOut(NamedTuple):
     """Results of a pass that can quantize; None where the spec doesn't ask for one.
 
     hp [*lead, C] high precision; data [*lead, C] FP8; data_t [C, *lead] FP8; scale, scale_inv, amax f32[];
-    dbias [C]; mean, rstd f32[*lead].
+    dbias [C]; mean, rstd f32[*lead]. Block scaling: scale_inv and scale_inv_t of the blocks of data and data_t.
     """
 
     hp: jax.Array | None = None
@@ -37,6 +38,7 @@ class QuantizeOut(NamedTuple):
     data_t: jax.Array | None = None
     scale: jax.Array | None = None
     scale_inv: jax.Array | None = None
+    scale_inv_t: jax.Array | None = None
     amax: jax.Array | None = None
     dbias: jax.Array | None = None
     mean: jax.Array | None = None
@@ -45,21 +47,39 @@ class QuantizeOut(NamedTuple):
 
 def names(spec: QuantizingSpec) -> tuple[str, ...]:
     """The names of the common results that ``spec`` asks for, in order."""
+    if spec.blocks:
+        return tuple(name for name, want in block_quantizing.wanted(spec).items() if want)
     wanted = {"hp": spec.hp, "data": spec.data, "data_t": spec.data_t, "scale": spec.quantizes}
     wanted |= {"scale_inv": spec.quantizes, "amax": spec.amax, "dbias": spec.dbias}
     return tuple(name for name, want in wanted.items() if want)
 
 
-def check(spec: QuantizingSpec, op: str, scale) -> None:
-    """The operand ``scale`` and the fields of the spec that don't go together."""
-    check_scalar(op, "scale", scale)
+def operands(spec: QuantizingSpec, *tensors: str) -> tuple[str, ...]:
+    """The names of a pass's operands: ``tensors``, and the scale where there is one for the whole tensor."""
+    return tensors if spec.blocks else (*tensors, "scale")
+
+
+def with_scale(spec: QuantizingSpec, op: str, scale: jax.Array | None, *tensors: jax.Array) -> tuple[jax.Array, ...]:
+    """The operands of a pass; raises ValueError for a scale that is missing, or one that blocks don't take."""
+    expected, got = ("None" if spec.blocks else "an array"), ("None" if scale is None else "an array")
+    errors.check_value(expected == got, op, "scale", f"{expected} for scaling {spec.scaling}", got)
+    return tensors if scale is None else (*tensors, scale)
+
+
+def check(spec: QuantizingSpec, op: str, y_shape: tuple[int, ...], *scale) -> None:
+    """The operand ``scale`` and the fields of the spec that don't go together, for y of that shape."""
     format_of(spec.format)
     dtypes = [dtype.name for dtype in HIGH_PRECISION]
     errors.check_type(spec.dbias_dtype in dtypes, op, "dbias_dtype", " or ".join(dtypes), spec.dbias_dtype)
+    block_quantizing.check_scaling(spec, op)
+    if spec.blocks:
+        return block_quantizing.check(spec, op, y_shape)
+    check_scalar(op, "scale", *scale)
     alone = spec.amax and not (spec.quantizes or spec.hp or spec.dbias or getattr(spec, "stats", False))
     errors.check_value(not spec.if_unseeded or alone, op, "if_unseeded", "a pass that wants amax alone", spec)
     errors.check_value(names(spec) != (), op, "spec", "at least one wanted result", spec)
     errors.check_value(-64 <= spec.margin <= 64, op, "margin", "-64 to 64", spec.margin)
+    return None
 
 
 def check_scalar(op: str, name: str, aval) -> None:
@@ -77,6 +97,8 @@ def check_rank(op: str, name: str, aval) -> None:
 
 def results(spec: QuantizingSpec, y_shape: tuple[int, ...], dtype) -> tuple:
     """(shape, dtype) of the common results for y of that shape, quantized from ``dtype``."""
+    if spec.blocks:
+        return tuple(block_quantizing.results(spec, y_shape, dtype).values())
     fp8 = format_of(spec.format).dtype
     f32 = np.dtype(np.float32)
     lead, cols = y_shape[:-1], y_shape[-1]
@@ -90,8 +112,10 @@ def results(spec: QuantizingSpec, y_shape: tuple[int, ...], dtype) -> tuple:
     return tuple(known[name] for name in names(spec))
 
 
-def factors(spec: QuantizingSpec, lead: Factors, cols: str) -> tuple[Factors, ...]:
-    """Factors (``te_jax.parallel.sharding``) of the common results for y with factors ``(*lead, cols)``."""
+def factors(spec: QuantizingSpec, lead: Factors, cols: str, y_shape: tuple[int, ...]) -> tuple[Factors, ...]:
+    """Factors (``te_jax.parallel.sharding``) of the common results for y of that shape, factors ``(*lead, cols)``."""
+    if spec.blocks:
+        return tuple(block_quantizing.factors(spec, lead, cols, y_shape).values())
     known = {"hp": (*lead, cols), "data": (*lead, cols), "data_t": (cols, *lead)}
     known |= {"scale": (), "scale_inv": (), "amax": (), "dbias": (cols,)}
     return tuple(known[name] for name in names(spec))
@@ -103,16 +127,35 @@ def workspace_bytes(spec: QuantizingSpec, y_shape: tuple[int, ...], *, norm: boo
     fp32 and its bit patterns: the partial maxima of amax, dbias of each row of tiles, mean and rstd of each row.
     """
     rows, cols = math.prod(y_shape[:-1]), y_shape[-1]
-    words = 512 + (-(-rows // 128) * cols if spec.dbias else 0) + (2 * rows if norm else 0)
+    # In block scaling no tile crosses from one sequence into the next.
+    group = y_shape[-2] if spec.blocks and len(y_shape) > 1 else rows
+    row_tiles = rows // group * -(-group // 128) if rows else 0
+    words = 512 + (row_tiles * cols if spec.dbias else 0) + (2 * rows if norm else 0)
     return 4 * words
+
+
+def scale_factors(spec: QuantizingSpec) -> tuple[Factors, ...]:
+    """Factors of the scale operand, if there is one."""
+    return () if spec.blocks else ((),)
+
+
+def replicated(spec: QuantizingSpec, lead: Factors, cols: str, y_shape: tuple[int, ...]) -> Factors:
+    """The factors of y that quantizing it doesn't allow to be split."""
+    return block_quantizing.replicated(spec, lead, cols, y_shape) if spec.blocks else ()
 
 
 def lead_factors(ndim: int) -> Factors:
     return tuple(f"l{i}" for i in range(ndim - 1))
 
 
-def finish(spec: QuantizingSpec, y: jax.Array, scale: jax.Array) -> tuple:
+def finish(spec: QuantizingSpec, y: jax.Array, *scale: jax.Array) -> tuple:
     """The common results for y [*lead, C], in jnp."""
+    if spec.blocks:
+        return tuple(block_quantizing.finish(spec, y).values())
+    return _finish_tensor(spec, y, *scale)
+
+
+def _finish_tensor(spec: QuantizingSpec, y: jax.Array, scale: jax.Array) -> tuple:
     fmt = format_of(spec.format)
     if spec.if_unseeded:
         return (jnp.where(scale == 0, reference.amax(y), jnp.float32(0)),)
@@ -136,17 +179,24 @@ def why_not(spec: QuantizingSpec, y_shape: tuple[int, ...]) -> str | None:
         return f"shape {y_shape} has no elements"
     if cols % ALIGNMENT:
         return f"last dimension {cols} is not a multiple of {ALIGNMENT}"
+    if spec.blocks:
+        return block_quantizing.why_not(spec, y_shape, ALIGNMENT)
     if spec.data_t and rows % ALIGNMENT:
         return f"a transposed copy is wanted and the number of rows {rows} is not a multiple of {ALIGNMENT}"
     return None
 
 
 def local(call: Callable, spec: QuantizingSpec, reductions: Reductions, *operands: jax.Array) -> tuple:
-    """The pass on one shard. ``scale`` is the last operand.
+    """The pass on one shard. ``scale`` is the last operand, except in block scaling, where each block has its own.
 
     An unseeded scale has to come from the whole tensor's amax, so where there is anything to reduce it is found first,
     by a pass that reads nothing if the scale is given.
     """
+    dbias_dtype = spec.dbias_dtype
+    if spec.dbias and reductions.sums:
+        spec = dataclasses.replace(spec, dbias_dtype="float32")  # rounded once, after the sum over shards
+    if spec.blocks:
+        return _sum_dbias(spec, reductions, dbias_dtype, call(spec, *operands))
     *tensors, scale = operands
     if spec.quantizes and reductions.amax:
         (shard_amax,) = call(_amax_only(spec), *operands)
@@ -157,19 +207,28 @@ def local(call: Callable, spec: QuantizingSpec, reductions: Reductions, *operand
             power_of_two=spec.power_of_two,
         )
         scale = jnp.where(scale == 0, seeded, scale)
-    dbias_dtype, common = spec.dbias_dtype, names(spec)
-    if spec.dbias and reductions.sums:
-        spec = dataclasses.replace(spec, dbias_dtype="float32")  # rounded once, after the sum over shards
-    outs = call(spec, *tensors, scale)
-    outs = dict(zip((*common, *range(len(outs) - len(common))), outs, strict=True))
+    outs = _by_name(spec, call(spec, *tensors, scale))
     if reductions.amax and spec.quantizes:
         # The same values as the pass gives, but typed as equal on all shards.
         outs |= {"scale": scale, "scale_inv": reciprocal(scale)}
     if spec.amax:
         outs["amax"] = reduce_amax(outs["amax"], reductions.amax)
+    return _sum_dbias(spec, reductions, dbias_dtype, outs.values())
+
+
+def _by_name(spec: QuantizingSpec, outs: Sequence[jax.Array]) -> dict[Any, jax.Array]:
+    """Common results by name, and after them the primitive's own by number."""
+    common = names(spec)
+    return dict(zip((*common, *range(len(outs) - len(common))), outs, strict=True))
+
+
+def _sum_dbias(
+    spec: QuantizingSpec, reductions: Reductions, dbias_dtype: str, outs: Iterable[jax.Array]
+) -> tuple:
+    results = _by_name(spec, tuple(outs))
     if spec.dbias and reductions.sums:
-        outs["dbias"] = jax.lax.psum(outs["dbias"], reductions.sums).astype(dbias_dtype)
-    return tuple(outs.values())
+        results["dbias"] = jax.lax.psum(results["dbias"], reductions.sums).astype(dbias_dtype)
+    return tuple(results.values())
 
 
 def reduce_amax(amax: jax.Array, axes: Sequence[str]) -> jax.Array:

@@ -51,6 +51,18 @@ class QuantizingSpec(Spec):
       scale_inv f32[]: 1 / scale; with ``data`` or ``data_t``
       amax      f32[]: max |y|; NaN if y holds a NaN
       dbias     [C]: sum of y over lead, in fp32 and over all shards, then rounded to ``dbias_dtype``
+
+    In block scaling there is neither a scale operand nor a scale and amax result, and the results are
+
+      hp        as above
+      data      [*lead, C], FP8
+      data_t    [C, *lead], FP8, quantized by itself in 1x128 blocks along the last dimension, which is padded with 0 to
+                whole blocks; for 128x128 blocks the values of ``data``, not padded
+      scale_inv f32, of the blocks of ``data``; with it
+      scale_inv_t f32, of the blocks of ``data_t``; with it
+      dbias     as above
+
+    with scales in the layout that a GEMM reads (``te_jax.quant.block_reference.gemm_layout``).
     """
 
     format: str  # "e4m3" or "e5m2"
@@ -63,20 +75,26 @@ class QuantizingSpec(Spec):
     power_of_two: bool = False  # a scale seeded from amax is floored to a power of two
     if_unseeded: bool = False  # amax only where the scale operand is 0, otherwise 0 without reading y
     dbias_dtype: str = "float32"  # float32, bfloat16 or float16: that of the parameter
+    scaling: str = "tensor"  # "tensor", "block_1x128" or "block_128x128" (y [K, N] only)
 
     @property
     def quantizes(self) -> bool:
         return self.data or self.data_t
 
+    @property
+    def blocks(self) -> bool:
+        """Whether every block has a scale of its own, instead of the whole tensor one."""
+        return self.scaling != "tensor"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeSpec(QuantizingSpec):
-    """``quantize(x [*lead, C], scale f32[])``. ``hp`` is not allowed (it would be x)."""
+    """``quantize(x [*lead, C], [scale f32[]])``. ``hp`` is not allowed (it would be x)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormSpec(QuantizingSpec):
-    """``norm(x [*lead, C], gamma [C], [beta [C] for layernorm], scale f32[])``.
+    """``norm(x [*lead, C], gamma [C], [beta [C] for layernorm], [scale f32[]])``.
 
     After the common results: ``mean f32[*lead]`` (layernorm only) and ``rstd f32[*lead]``, if ``stats``.
     """
@@ -102,14 +120,14 @@ class NormGradSpec(Spec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationSpec(QuantizingSpec):
-    """``activation(x, scale f32[])``: x [*lead, C], or [*lead, 2C] for a gated kind: act(x[:C]) * x[C:]."""
+    """``activation(x, [scale f32[]])``: x [*lead, C], or [*lead, 2C] for a gated kind: act(x[:C]) * x[C:]."""
 
     kind: str = "silu"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationGradSpec(QuantizingSpec):
-    """``activation_grad(dy [*lead, F], x, scale f32[])``: the cotangent of x, in x's shape (C = F or 2F)."""
+    """``activation_grad(dy [*lead, F], x, [scale f32[]])``: the cotangent of x, in x's shape (C = F or 2F)."""
 
     kind: str = "silu"
 
@@ -128,8 +146,13 @@ class GemmSpec(Spec):
     Both operands have their ``contract_dims`` contracted dimensions last (K-major, the layout Hopper's FP8 GEMM
     takes), unless ``lhs_contract_first``/``rhs_contract_first`` (not for FP8) says that they come first.
 
-    Operands, in this order: lhs, rhs, [lhs_scale_inv f32[], rhs_scale_inv f32[]] if ``fp8``,
+    Operands, in this order: lhs, rhs, [lhs_scale_inv, rhs_scale_inv, f32[] or of blocks] if ``fp8``,
     [bias [*R]] if ``bias``, [c [*L, *R]] if ``beta`` != 0, [out_scale f32[]] if out_dtype is FP8.
+
+    Block scaling (``lhs_scaling``, ``rhs_scaling``; both or none, not 128x128 twice): 128 steps of the contraction are
+    accumulated, multiplied by the scales of their two blocks, and added in fp32. Precise accumulation only, out in high
+    precision. Scales are in ``te_jax.quant.block_reference.gemm_layout``; blocks run along the last contracted
+    dimension, a multiple of 128 where there are several.
     Results: out, [amax f32[]] if ``amax`` (FP8 output only: max |out| before the output scale).
     ``in_place`` aliases c with out.
     """
@@ -145,6 +168,13 @@ class GemmSpec(Spec):
     in_place: bool = False
     amax: bool = False
     fast_accumulation: bool = False
+    lhs_scaling: str = "tensor"
+    rhs_scaling: str = "tensor"
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the operands are block-scaled."""
+        return self.lhs_scaling != "tensor" or self.rhs_scaling != "tensor"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,19 @@
 """Block scaling in plain jnp: the definition of what a block-scaled kernel computes, and what runs without one.
 
 x and dy have one scale per 1x128 block along the contracted dimension, the kernel one per 128x128 block. The last
-block of a dimension that is not a multiple of 128 is shorter; nothing in memory is padded.
+block of a dimension that is not a multiple of 128 is shorter.
 
-Shapes of scale_inv here, and in the layout that cuBLASLt (>= 12.9) reads, for data [M, K] (`cublas_layout`):
+Scales are [.., M, blocks of K] here, next to their data. The primitives, and QTensor, hold them as a GEMM reads them
+(`gemm_layout`): cuBLASLt and the tile of a kernel want the scales of one step of K side by side.
 
-  block    | here                       | cuBLASLt
-  1x128    | [M, ceil(K/128)]           | [ceil(K/128), M padded to 4]
-  128x128  | [ceil(M/128), ceil(K/128)] | [ceil(M/128), ceil(K/128) padded to 4]
+  block    | next to data [*kept, *contracted]   | as a GEMM reads them
+  1x128    | [*kept, *contracted in blocks]      | [*contracted in blocks, *kept]
+  128x128  | [ceil(M/128), ceil(K/128)]          | the same
 
-A transposed copy [K, M] is quantized from the transposed tensor: 1x128 blocks of it run along M, so it has its own
+Several dimensions are contracted where a transposed copy [C, *lead] is: blocks run along the last of them, which is
+padded to whole blocks (`transposed`), so that none crosses from one sequence into the next.
+
+A transposed copy is quantized from the transposed tensor: its 1x128 blocks run along lead, so it has its own data and
 scales, whereas the scales of 128x128 blocks are just transposed. That is TransformerEngine's "columnwise" data.
 """
 
@@ -23,11 +27,14 @@ import jax.numpy as jnp
 from te_jax import errors
 from te_jax.quant.division import divide
 from te_jax.quant.format import E4M3, Format, format_of
-from te_jax.quant.reference import cast, scale_from_amax
+from te_jax.quant.reference import amax, cast, scale_from_amax
 
 BLOCK = 128
 BLOCK_1X128 = (1, BLOCK)
 BLOCK_128X128 = (BLOCK, BLOCK)
+BLOCKS = {"block_1x128": BLOCK_1X128, "block_128x128": BLOCK_128X128}
+SCALINGS = ("tensor", *BLOCKS)
+"""How a quantized tensor is scaled, as specs and QTensor spell it."""
 
 
 @functools.partial(jax.jit, static_argnames=("block", "format", "power_of_two"), inline=True)
@@ -51,7 +58,7 @@ def quantize_block(
     fmt = format_of(format)
     blocks = _to_blocks(x, block)  # [*lead, M', rows, K', cols]
     axes = _block_axes(blocks, block)
-    scale = scale_from_amax(jnp.abs(blocks).max(axes).astype(jnp.float32), fmt.max, power_of_two=power_of_two)
+    scale = scale_from_amax(amax(blocks, axes), fmt.max, power_of_two=power_of_two)
     data = cast(x, _expand(scale, x.shape, block), fmt)
     return data, divide(1.0, scale)
 
@@ -110,12 +117,38 @@ def gemm_block(
     return out.astype(out_dtype)
 
 
-def cublas_layout(scale_inv: jax.Array, block: tuple[int, int]) -> jax.Array:
-    """scale_inv of 2-D data in the shape that cuBLASLt reads (see the top of this file); padding is 0."""
-    errors.check_value(scale_inv.ndim == 2, "cublas_layout", "scale_inv", "2 dimensions", scale_inv.shape)
+def gemm_layout(scale_inv: jax.Array, block: tuple[int, int], contract_dims: int = 1) -> jax.Array:
+    """The scales of data [*kept, *contracted] as a GEMM reads them: those of 1x128 blocks contracted ones first."""
+    if block == BLOCK_128X128:
+        return scale_inv
+    kept = scale_inv.ndim - contract_dims
+    return jnp.transpose(scale_inv, (*range(kept, scale_inv.ndim), *range(kept)))
+
+
+def from_gemm_layout(scale_inv: jax.Array, block: tuple[int, int], contract_dims: int = 1) -> jax.Array:
+    """The inverse of `gemm_layout`."""
+    return gemm_layout(scale_inv, block, scale_inv.ndim - contract_dims)
+
+
+def gemm_scale_shape(shape: tuple[int, ...], block: tuple[int, int], contract_dims: int = 1) -> tuple[int, ...]:
+    """The shape in `gemm_layout` of the scales of data of `shape` [*kept, *contracted]."""
+    natural = scale_shape(shape, block)
+    kept = len(shape) - contract_dims
+    return natural if block == BLOCK_128X128 else natural[kept:] + natural[:kept]
+
+
+def transposed_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """The shape of the transposed copy of a tensor [*lead, C]: [C, *lead], 1x128 blocks padded to whole ones."""
+    *lead, cols = shape
     if block == BLOCK_1X128:
-        scale_inv = scale_inv.T
-    return jnp.pad(scale_inv, ((0, 0), (0, -scale_inv.shape[1] % 4)))
+        lead[-1] += -lead[-1] % BLOCK
+    return (cols, *lead)
+
+
+def transposed(x: jax.Array, block: tuple[int, int]) -> jax.Array:
+    """x [*lead, C] in `transposed_shape`, padded with 0."""
+    x = jnp.moveaxis(x, -1, 0)
+    return _pad(x, -1) if block == BLOCK_1X128 else x
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
@@ -149,7 +182,7 @@ def _to_blocks(x: jax.Array, block: tuple[int, int]) -> jax.Array:
     """[*lead, M, K', 128] for 1x128, [*lead, M', 128, K', 128] for 128x128, zero-padded."""
     x = _pad(x, -1)
     if block == BLOCK_1X128:
-        return x.reshape(*x.shape[:-1], -1, BLOCK)
+        return x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     x = _pad(x, -2)
     return x.reshape(*x.shape[:-2], x.shape[-2] // BLOCK, BLOCK, x.shape[-1] // BLOCK, BLOCK)
 

@@ -9,11 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax import errors
-from te_jax.quant.block_reference import BLOCK_1X128, BLOCK_128X128, dequantize_block, scale_shape
+from te_jax.quant.block_reference import (
+    BLOCKS,
+    SCALINGS,
+    dequantize_block,
+    from_gemm_layout,
+    gemm_scale_shape,
+    transposed_shape,
+)
 from te_jax.quant.format import format_of
-
-BLOCKS = {"block_1x128": BLOCK_1X128, "block_128x128": BLOCK_128X128}
-SCALINGS = ("tensor", *BLOCKS)
 
 
 @jax.tree_util.register_dataclass
@@ -26,8 +30,10 @@ class QTensor:
 
     Attributes:
       data: FP8 [*lead, C], or None.
-      data_t: FP8 [C, *lead], or None: the copy that a GEMM contracting over lead reads.
-      scale_inv: f32[] for "tensor"; for blocks the scales of `data` (shapes in `te_jax.quant.block_reference`).
+      data_t: FP8 [C, *lead], or None: the copy that a GEMM contracting over lead reads. In 1x128 blocks its last
+        dimension is padded with 0 to whole blocks.
+      scale_inv: f32[] for "tensor"; for blocks the scales of `data`, as a GEMM reads them (shapes in
+        `te_jax.quant.block_reference`).
       scale_inv_t: the scales of `data_t`, only in block scaling.
       format: "e4m3" or "e5m2".
       scaling: "tensor", "block_1x128" or "block_128x128".
@@ -44,12 +50,17 @@ class QTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[*lead, C]."""
+        """[*lead, C]; with the padding of `data_t` where there is nothing else."""
         if self.data is not None:
             return tuple(self.data.shape)
         if self.data_t is not None:
             return (*self.data_t.shape[1:], self.data_t.shape[0])
         raise ValueError(errors.message("QTensor", "data", "data or data_t", "neither"))
+
+    @property
+    def data_t_scale_inv(self) -> jax.Array | None:
+        """The scales of ``data_t``: the tensor's one, or those of its own blocks."""
+        return self.scale_inv if self.scaling == "tensor" else self.scale_inv_t
 
     def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """The values, [*lead, C], in `dtype` (default: the dtype that was quantized)."""
@@ -66,10 +77,11 @@ class QTensor:
         block = BLOCKS[self.scaling]
         if self.data is not None:
             assert self.scale_inv is not None
-            return dequantize_block(self.data, self.scale_inv, block, dtype)
+            return dequantize_block(self.data, from_gemm_layout(self.scale_inv, block), block, dtype)
+        assert self.data_t is not None
         assert self.scale_inv_t is not None
-        flat = dequantize_block(self._flat_t(), self.scale_inv_t, block, dtype)
-        return flat.T.reshape(self.shape)
+        scale_inv = from_gemm_layout(self.scale_inv_t, block, self.data_t.ndim - 1)
+        return jnp.moveaxis(dequantize_block(self.data_t, scale_inv, block, dtype), 0, -1)
 
     def check(self) -> None:
         """Raises unless dtypes and shapes are those that the class promises.
@@ -85,23 +97,20 @@ class QTensor:
             dtype = fmt.dtype if value is None else value.dtype
             errors.check_type(dtype == fmt.dtype, op, name, fmt.dtype, dtype)
         if self.data is not None and self.data_t is not None:
-            expected = (shape[-1], *shape[:-1])
+            block = BLOCKS.get(self.scaling)
+            expected = (shape[-1], *shape[:-1]) if block is None else transposed_shape(shape, block)
             errors.check_value(self.data_t.shape == expected, op, "data_t", expected, self.data_t.shape)
         if self.scaling == "tensor":
             self._check_scale("scale_inv", ())
             return
+        block = BLOCKS[self.scaling]
         if self.data is not None:
-            self._check_scale("scale_inv", scale_shape(shape, BLOCKS[self.scaling]))
+            self._check_scale("scale_inv", gemm_scale_shape(shape, block))
         if self.data_t is not None:
-            self._check_scale("scale_inv_t", scale_shape(self._flat_t().shape, BLOCKS[self.scaling]))
+            self._check_scale("scale_inv_t", gemm_scale_shape(self.data_t.shape, block, self.data_t.ndim - 1))
 
     def _check_scale(self, name: str, shape: tuple[int, ...]) -> None:
         value = getattr(self, name)
         got = "None" if value is None else f"{value.dtype}{list(value.shape)}"
         ok = value is not None and value.dtype == np.float32 and value.shape == shape
         errors.check_value(ok, "QTensor", name, f"float32{list(shape)}", got)
-
-    def _flat_t(self) -> jax.Array:
-        """[C, prod(lead)]: 1x128 blocks of the transposed copy run along the flattened leading dimensions."""
-        assert self.data_t is not None
-        return self.data_t.reshape(self.data_t.shape[0], -1)

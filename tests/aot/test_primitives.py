@@ -36,6 +36,26 @@ def test_quantize_and_gemm():
     assert not {"dot", "convert", "transpose", "copy", "fusion"} & set(instructions(compiled))
 
 
+def test_blocks():
+    """The three GEMMs of a linear in block scaling: scales go from pass to GEMM as they are."""
+    rows, squares = "block_1x128", "block_128x128"
+
+    def linear(x, w, dy):
+        x, dy = (P.quantize(a, None, P.QuantizeSpec(format="e4m3", data_t=True, scaling=rows)) for a in (x, dy))
+        w = P.quantize(w, None, P.QuantizeSpec(format="e4m3", data_t=True, scaling=squares))
+        by_square = P.GemmSpec(lhs_scaling=rows, rhs_scaling=squares)
+        by_row = P.GemmSpec(contract_dims=2, out_dtype="float32", lhs_scaling=rows, rhs_scaling=rows)
+        y = P.gemm(x.data, w.data_t, by_square, lhs_scale_inv=x.scale_inv, rhs_scale_inv=w.scale_inv_t)[0]
+        dx = P.gemm(dy.data, w.data, by_square, lhs_scale_inv=dy.scale_inv, rhs_scale_inv=w.scale_inv)[0]
+        dw = P.gemm(x.data_t, dy.data_t, by_row, lhs_scale_inv=x.scale_inv_t, rhs_scale_inv=dy.scale_inv_t)[0]
+        return y, dx, dw
+
+    args = (array(4, 2040, 4096), array(4096, 1024), array(4, 2040, 1024))
+    compiled = aot.compile_for_h200(linear, args)
+    assert sorted(aot.custom_calls(compiled)) == ["te_jax_gemm"] * 3 + ["te_jax_quantize"] * 3
+    assert not {"dot", "convert", "transpose", "copy", "fusion", "pad"} & set(instructions(compiled))
+
+
 @pytest.mark.parametrize("kind", ["silu", "swiglu"])
 def test_passes(kind):
     wide = 2 if kind == "swiglu" else 1

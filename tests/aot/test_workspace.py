@@ -1,5 +1,6 @@
 """The memory that CUDA handlers work in, and command buffers, in programs compiled for an H200."""
 
+import dataclasses
 import importlib
 import itertools
 import math
@@ -59,6 +60,10 @@ def test_python_and_cpp_agree_on_the_size(shape):
             two_sums = spec.kind == "layernorm" if definition.name == "norm_grad" else spec.dbias
             expected = module.workspace_bytes(definition.name, rows, cols, two_sums)
             assert definition.workspace(spec, *operands) == expected, spec
+            if len(written) > 1 and not spec.amax and (spec.data_t or spec.data):
+                blocks = dataclasses.replace(spec, scaling="block_1x128")
+                expected = module.workspace_bytes(definition.name, rows, cols, spec.dbias, group_rows=written[-2])
+                assert definition.workspace(blocks, *operands[:-1]) == expected, blocks
     gemm = DEFINITIONS[P.GemmSpec]
     assert gemm.workspace(P.GemmSpec()) == module.workspace_bytes("gemm", 16, 16, False)
 

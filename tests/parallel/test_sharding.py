@@ -1,8 +1,11 @@
 """Factors, mesh axes and specs of a sharding rule."""
 
+import dataclasses
+
+from jax.experimental.custom_partitioning import CompoundFactor
 from jax.sharding import PartitionSpec as P
 
-from te_jax.parallel.sharding import Reductions, ShardingRule
+from te_jax.parallel.sharding import Reductions, ShardingRule, in_blocks
 
 # out [l, r] = lhs [l, k] . rhs [r, k], and an amax
 GEMM = ShardingRule(
@@ -66,3 +69,36 @@ def test_shardy_rule():
     rule = GEMM.shardy()
     assert rule.operand_mappings == (("l", "k"), ("r", "k"), ())
     assert rule.reduction_factors == ("k",)
+
+
+# out [l, r] = lhs [l, k] . rhs [r, k] in blocks of k, with their scales
+BLOCKS = ShardingRule(
+    operands=(("l", "k"), ("r", "k"), (in_blocks("k"), "l"), (in_blocks("k"), "r")),
+    results=(("l", "r"),),
+    contracted=("k",),
+    sums=("k",),
+)
+
+
+def test_a_factor_in_blocks_is_split_between_them():
+    def axes(k, lhs, scales):
+        operands = [((16, k), lhs), ((32, k), P()), ((k // 128, 16), scales), ((k // 128, 32), P())]
+        return BLOCKS.axes(operands, [], SIZES)
+
+    assert axes(512, P(None, "a"), P()) == {"k": ("a",)}
+    assert axes(256, P(None, "a"), P()) == {}  # 64 a shard
+    assert axes(256, P(None, "b"), P()) == {"k": ("b",)}
+    assert axes(512, P(), P("a")) == {"k": ("a",)}  # the scales show it as well
+    assert BLOCKS.operand_specs({"k": ("a",)}) == (P(None, "a"), P(None, "a"), P("a", None), P("a", None))
+
+
+def test_shardy_rule_of_blocks():
+    rule = BLOCKS.shardy()
+    assert rule.operand_mappings[0] == ("l", CompoundFactor("k_blocks", "k_within"))
+    assert rule.operand_mappings[2] == ("k_blocks", "l")
+    assert rule.reduction_factors == ("k_blocks", "k_within")
+    assert rule.factor_sizes == {"k_within": 128}
+    whole = dataclasses.replace(BLOCKS, replicated=("k",)).shardy()
+    assert whole.operand_mappings[0] == ("l", "k")
+    assert whole.need_replication_factors == ("k", "k_blocks")
+    assert whole.reduction_factors == ()

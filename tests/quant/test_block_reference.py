@@ -120,15 +120,29 @@ def test_exact_inputs_give_exact_results():
     np.testing.assert_array_equal(out, lhs.astype(np.float64) @ rhs.T)
 
 
-def test_cublas_layout():
-    scale_inv = jnp.arange(1.0, 11.0).reshape(5, 2)
-    one = br.cublas_layout(scale_inv, br.BLOCK_1X128)
-    assert one.shape == (2, 8)
-    np.testing.assert_array_equal(one[:, :5], scale_inv.T)
-    two = br.cublas_layout(scale_inv, br.BLOCK_128X128)
-    assert two.shape == (5, 4)
-    np.testing.assert_array_equal(two[:, :2], scale_inv)
-    np.testing.assert_array_equal(two[:, 2:], 0)
+def test_gemm_layout():
+    scale_inv = jnp.arange(24.0).reshape(4, 3, 2)
+    one = br.gemm_layout(scale_inv, br.BLOCK_1X128)
+    assert one.shape == br.gemm_scale_shape((4, 3, 130), br.BLOCK_1X128) == (2, 4, 3)
+    np.testing.assert_array_equal(one[1], scale_inv[..., 1])
+    two = br.gemm_layout(scale_inv, br.BLOCK_1X128, 2)
+    assert two.shape == br.gemm_scale_shape((4, 3, 256), br.BLOCK_1X128, 2) == (3, 2, 4)
+    np.testing.assert_array_equal(two[1, 0], scale_inv[:, 1, 0])
+    for count in (1, 2):
+        there = br.gemm_layout(scale_inv, br.BLOCK_1X128, count)
+        np.testing.assert_array_equal(br.from_gemm_layout(there, br.BLOCK_1X128, count), scale_inv)
+    square = scale_inv[0]
+    assert br.gemm_layout(square, br.BLOCK_128X128) is square
+    assert br.gemm_scale_shape((300, 200), br.BLOCK_128X128) == (3, 2)
+
+
+def test_the_transposed_copy_is_padded_to_whole_blocks():
+    x = jnp.ones((2, 70, 16))
+    got = br.transposed(x, br.BLOCK_1X128)
+    assert got.shape == br.transposed_shape(x.shape, br.BLOCK_1X128) == (16, 2, 128)
+    assert got.sum() == x.size
+    assert (got[..., 70:] == 0).all()
+    assert br.transposed(x[0], br.BLOCK_128X128).shape == (16, 70)
 
 
 def test_errors():

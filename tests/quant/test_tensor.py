@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from te_jax.quant.block_reference import BLOCK_1X128, BLOCK_128X128, quantize_block
+from te_jax.quant.block_reference import BLOCK_1X128, BLOCK_128X128, gemm_layout, quantize_block, transposed
 from te_jax.quant.tensor import QTensor
 from te_jax.testing import cases
 
@@ -32,13 +32,16 @@ def test_per_tensor(copies):
 def test_blocks_of_data_and_of_the_transposed_copy():
     x = jnp.asarray(cases.exact(RNG, (2, 70, 40)))
     data, scale_inv = quantize_block(x, BLOCK_1X128)
-    data_t, scale_inv_t = quantize_block(x.reshape(140, 40).T, BLOCK_1X128)
-    rows = QTensor(data=data, scale_inv=scale_inv, scaling="block_1x128")
+    data_t, scale_inv_t = quantize_block(transposed(x, BLOCK_1X128), BLOCK_1X128)
+    rows = QTensor(data=data, scale_inv=gemm_layout(scale_inv, BLOCK_1X128), scaling="block_1x128")
     assert rows.dequantize().dtype == jnp.bfloat16
     np.testing.assert_array_equal(rows.dequantize(jnp.float32), x)
-    columns = QTensor(data_t=data_t.reshape(40, 2, 70), scale_inv_t=scale_inv_t, scaling="block_1x128")
-    assert columns.shape == (2, 70, 40)
-    np.testing.assert_array_equal(columns.dequantize(jnp.float32), x)
+    scale_inv_t = gemm_layout(scale_inv_t, BLOCK_1X128, 2)
+    columns = QTensor(data_t=data_t, scale_inv_t=scale_inv_t, scaling="block_1x128")
+    assert columns.shape == (2, 128, 40)  # padded to whole blocks
+    np.testing.assert_array_equal(columns.dequantize(jnp.float32)[:, :70], x)
+    both = QTensor(data=data, data_t=data_t, scale_inv=rows.scale_inv, scale_inv_t=scale_inv_t, scaling="block_1x128")
+    np.testing.assert_array_equal(both.dequantize(jnp.float32), x)
     kernel, kernel_inv = quantize_block(x[0], BLOCK_128X128)
     both = QTensor(
         data=kernel, data_t=kernel.T, scale_inv=kernel_inv, scale_inv_t=kernel_inv.T, scaling="block_128x128"

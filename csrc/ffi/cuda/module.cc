@@ -50,7 +50,7 @@ py::dict CublasLtStatus() {
 }
 
 // The formulas of the handlers, without their operands.
-size_t WorkspaceBytes(const std::string& op, int64_t rows, int64_t cols, bool dbias) {
+size_t WorkspaceBytes(const std::string& op, int64_t rows, int64_t cols, bool dbias, int64_t group_rows) {
   if (op == "norm_grad") {
     te_jax::NormGradArgs args;
     args.rows = rows;
@@ -63,6 +63,8 @@ size_t WorkspaceBytes(const std::string& op, int64_t rows, int64_t cols, bool db
     args.rows = rows;
     args.cols = cols;
     args.out.dbias = dbias ? &wanted : nullptr;
+    args.out.scaling = group_rows > 0 ? te_jax::Scaling::kBlock1x128 : te_jax::Scaling::kTensor;
+    args.out.group_rows = group_rows;
     return formula(args);
   };
   if (op == "quantize") return bytes(te_jax::QuantizeArgs(), te_jax::kernels::QuantizeWorkspaceBytes);
@@ -110,8 +112,10 @@ PYBIND11_MODULE(_te_jax_cuda, module) {
              "{target name: handler capsule}, for jax.ffi.register_ffi_target. command_buffers: whether XLA may capture "
              "them in command buffers; what the first call says.");
   module.def("workspace_bytes", &WorkspaceBytes, py::arg("op"), py::arg("rows"), py::arg("cols"), py::arg("dbias"),
+             py::arg("group_rows") = 0,
              "Bytes that the handler of \"quantize\", \"norm\", \"activation\" or \"activation_grad\" wants as workspace "
-             "for a result [rows, cols], of \"norm_grad\" (dbias: layernorm), or \"gemm\" for any.");
+             "for a result [rows, cols] (in 1x128 blocks if group_rows, the last leading dimension, is given), of \"norm_grad\" "
+             "(dbias: layernorm), or \"gemm\" for any.");
   module.def("build_info", &BuildInfo,
              "How this module was built: FFI API version, architectures, compiler, CUDA and cuBLASLt header versions.");
   module.def("cublaslt_status", &CublasLtStatus,
