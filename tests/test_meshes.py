@@ -12,12 +12,19 @@ from te_jax.quant.state import COLLECTION
 from te_jax.testing import hlo
 
 P = PartitionSpec
-RECIPES = {"delayed": te.DelayedScaling(amax_history_len=4), "current": te.CurrentScaling(), "none": None}
+RECIPES = {
+    "delayed": te.DelayedScaling(amax_history_len=4),
+    "current": te.CurrentScaling(),
+    "block": te.BlockScaling(),
+    "none": None,
+}
 REGIMES = ("auto", "explicit", "manual")
 # What a chain of two linears makes besides the calls of one device (test_plan): in front of each of its four passes
 # over activations, a pass that takes the amax of the shard where the quantizer has no history.
 CALLS = {"te_jax_norm": 2, "te_jax_activation": 2, "te_jax_activation_grad": 2, "te_jax_quantize": 4, "te_jax_gemm": 6}
-CALLS |= {"te_jax_norm_grad": 1}
+# Blocks have scales of their own.
+BLOCK_CALLS = {name: n if name == "te_jax_gemm" else n // 2 for name, n in CALLS.items()} | {"te_jax_quantize": 3}
+CALLS, BLOCK_CALLS = ({"te_jax_norm_grad": 1} | calls for calls in (CALLS, BLOCK_CALLS))
 
 
 def module_of(recipe):
@@ -68,7 +75,8 @@ def test_data_parallel_equals_one_device(recipe, regime):
     assert set(collectives) == {"all-reduce"}, collectives
     calls = hlo.custom_calls(text)
     state = {"te_jax_scale_read": 1, "te_jax_scale_write": 1} if recipe == "delayed" else {}
-    assert hlo.count_custom_calls(text) == (CALLS | state if recipe != "none" else {})
+    expected = {"none": {}, "block": BLOCK_CALLS}.get(recipe, CALLS | state)
+    assert hlo.count_custom_calls(text) == expected
     activations = [dims for call in calls for _, dims in call.operands if len(dims) == 3]
     assert all(8 not in dims for dims in activations), activations  # local: one of eight examples
 
@@ -88,16 +96,21 @@ def test_data_parallel_equals_one_device(recipe, regime):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_sharded_kernels(kind):
+@pytest.mark.parametrize(
+    ("recipe", "features"),
+    [(te.CurrentScaling(power_of_two=True), 32), (te.BlockScaling(), 128)],
+    ids=["current", "block"],
+)
+def test_sharded_kernels(recipe, features, kind):
     """Column- and row-parallel kernels over `model`, batch over `data`: results are those of one device."""
 
     def module_with(out_sharding):
-        last = ops.Linear(32, use_bias=False, out_sharding=out_sharding)
-        chain = [ops.Linear(64, use_bias=False), ops.GELU(), last]
-        return te.Sequential(chain, recipe=te.CurrentScaling(power_of_two=True), dtype=jnp.bfloat16)
+        last = ops.Linear(features, use_bias=False, out_sharding=out_sharding)
+        chain = [ops.Linear(2 * features, use_bias=False), ops.GELU(), last]
+        return te.Sequential(chain, recipe=recipe, dtype=jnp.bfloat16)
 
     one, module = module_with(None), module_with(P("data", None, None))
-    x = jax.random.normal(jax.random.key(0), (4, 32, 32), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(0), (4, 32, features), jnp.bfloat16)
     variables = one.init(jax.random.key(1), x)
     want = jax.jit(jax.value_and_grad(loss_of(one), argnums=(0, 1)))(variables, x)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
@@ -139,13 +152,14 @@ def test_a_pipeline_stage_keeps_its_own_state():
             np.testing.assert_array_equal(np.asarray(a)[stage], b)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
 @pytest.mark.parametrize("regime", ["manual", "explicit"])
-def test_export(regime):
+def test_export(regime, recipe):
     from jax import export
 
     from te_jax.primitives import support
 
-    module, variables, x = setup(RECIPES["delayed"])
+    module, variables, x = setup(RECIPES[recipe])
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     apply = module.apply
     if regime == "manual":

@@ -81,7 +81,8 @@ bool Reduce(const void* y, DType dtype, int64_t rows, int64_t cols, float* row, 
   }
   if (amax != nullptr) *amax = FloatOf(bits);
   if (dbias != nullptr) {
-    for (int64_t c = 0; c < cols; ++c) dbias[c] = static_cast<float>(sums.get()[c]);
+    for (int64_t c = 0; c < cols; ++c) row[c] = static_cast<float>(sums.get()[c]);
+    StoreRow(row, cols, dbias_dtype, dbias, 0);
   }
   return true;
 }

@@ -45,7 +45,7 @@ class _Activation(Op):
         return self._compute(x.astype(jnp.float32)).astype(x.dtype)
 
     def forward_quantized(
-        self, ctx: ForwardContext, x: Array, scale: Array, quantizing: dict[str, Any]
+        self, ctx: ForwardContext, x: Array, scale: Array | None, quantizing: dict[str, Any]
     ) -> primitives.QuantizeOut:
         """The result in FP8 only, as the linear after it wants it (``quantizing``), in one pass over x."""
         ctx.saved = x
@@ -58,7 +58,7 @@ class _Activation(Op):
         return vjp(dy.astype(jnp.float32))[0].astype(x.dtype)
 
     def backward_quantized(
-        self, ctx: BackwardContext, dy: Array, scale: Array, quantizing: dict[str, Any]
+        self, ctx: BackwardContext, dy: Array, scale: Array | None, quantizing: dict[str, Any]
     ) -> primitives.QuantizeOut:
         """The cotangent of x in FP8 only, as the linear before it wants it (``quantizing``), in one pass."""
         spec = ActivationGradSpec(kind=self.kind, **quantizing)

@@ -6,6 +6,9 @@ x [*lead, K], w [K, N], cotangent dy [*lead, N]. The three GEMMs of a linear, al
   dgrad dx [*lead, K] = Q(dy) [*lead, N] . Q(w) [K, N]
   wgrad dw [K, N]     = Q(x)^T [K, *lead] . Q(dy)^T [N, *lead]
 
+Under BlockScaling the operand that wgrad contracts over tokens is quantized by itself, in blocks along tokens: Q(x)^T
+isn't the transpose of Q(x), and has its own scales.
+
 Between forward and backward it saves Q(x)^T and Q(w) (FP8), or x alone where it runs in high precision.
 """
 
@@ -33,7 +36,6 @@ from te_jax.ops.base import (
     tokens,
 )
 from te_jax.ops.bias import Bias
-from te_jax.ops.block_linear import block_backward, block_forward
 from te_jax.ops.residual import add_cotangents, addable
 from te_jax.parallel import explicit, mesh
 from te_jax.primitives.spec import GemmSpec, QuantizeSpec
@@ -103,10 +105,15 @@ def why_unquantized(op: BasicLinear, x: TensorType, recipe: Recipe | None) -> st
     """Why this linear runs as XLA's own dot in high precision; None if it is quantized."""
     if recipe is None:
         return "recipe None"
-    if isinstance(recipe, BlockScaling):
-        return None if tokens(x) else "tokens: 0"
     # Every one of tokens, K and N is contracted or minor in one of the three GEMMs.
     return primitives.support.why_not_fp8_linear(tokens(x), x.shape[-1], op.features)
+
+
+def scaling(recipe: Recipe, role: str) -> str:
+    """How the operand of that role is scaled, as specs and QTensor spell it."""
+    if not isinstance(recipe, BlockScaling):
+        return "tensor"
+    return "block_128x128" if role == "kernel" else "block_1x128"
 
 
 def quantizing(info: LinkInfo, role: str, *, train: bool = True) -> dict[str, Any]:
@@ -122,6 +129,7 @@ def quantizing(info: LinkInfo, role: str, *, train: bool = True) -> dict[str, An
         "amax": train and recipe.stateful,
         "margin": recipe.margin,
         "power_of_two": recipe.power_of_two,
+        "scaling": scaling(recipe, role),
     }
 
 
@@ -132,19 +140,24 @@ def dbias_of(bias: Array | None) -> dict[str, Any]:
 
 def as_qtensor(ctx: ForwardContext | BackwardContext, role: str, out: primitives.QuantizeOut, dtype: Any) -> QTensor:
     """What a pass wrote for ``role``, with its amax entered in the state's books."""
+    recipe = ctx.info.quantizing_recipe
     if out.amax is not None:
         ctx.used[role] = out.amax
     return QTensor(
         data=out.data,
         data_t=out.data_t,
         scale_inv=out.scale_inv,
-        format=ctx.info.quantizing_recipe.format(role).name,
+        scale_inv_t=out.scale_inv_t,
+        format=recipe.format(role).name,
+        scaling=scaling(recipe, role),
         dtype=jnp.dtype(dtype).name,
     )
 
 
-def scale_of(ctx: ForwardContext | BackwardContext, role: str) -> Array:
-    """f32[]: the scale to quantize with; 0 (derive it from this tensor) without history."""
+def scale_of(ctx: ForwardContext | BackwardContext, role: str) -> Array | None:
+    """f32[]: the scale to quantize with; 0 (derive it from this tensor) without history; None if blocks have theirs."""
+    if isinstance(ctx.info.recipe, BlockScaling):
+        return None
     return ctx.scales.get(role, jnp.zeros((), jnp.float32))
 
 
@@ -183,12 +196,7 @@ def forward(ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, 
         assert bias is None
         assert c is None
         return _high_precision_forward(ctx, x)
-    if isinstance(info.recipe, BlockScaling):
-        assert not isinstance(x, QTensor)
-        assert bias is None
-        assert c is None
-        return block_forward(ctx, x)
-    dtype = info.x_type.dtype
+    dtype, recipe = info.x_type.dtype, info.quantizing_recipe
     x_q = x if isinstance(x, QTensor) else quantize_operand(ctx, "x", x, train=ctx.train)[0]
     quantized = quantize_kernel(ctx) if ctx.quantized_kernel is None else ctx.quantized_kernel
     kernel_q = as_qtensor(ctx, "kernel", primitives.QuantizeOut(**quantized), kernel.dtype)
@@ -196,18 +204,20 @@ def forward(ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, 
         out_dtype=gemm_dtype(dtype),
         bias=bias is not None,
         beta=0.0 if c is None else 1.0,
-        fast_accumulation=info.quantizing_recipe.fast_accumulation("fprop"),
+        fast_accumulation=recipe.fast_accumulation("fprop"),
+        lhs_scaling=scaling(recipe, "x"),
+        rhs_scaling=scaling(recipe, "kernel"),
     )
     y, _ = primitives.gemm(
         required(x_q.data, "linear", "x.data"),
         required(kernel_q.data_t, "linear", "kernel.data_t"),
         spec,
         lhs_scale_inv=x_q.scale_inv,
-        rhs_scale_inv=kernel_q.scale_inv,
+        rhs_scale_inv=kernel_q.data_t_scale_inv,
         bias=None if bias is None else bias.astype(jnp.bfloat16),  # the type cuBLASLt's FP8 epilogue takes
         c=c,
     )
-    ctx.saved = (x_q.data_t, x_q.scale_inv, kernel_q.data, kernel_q.scale_inv)
+    ctx.saved = (x_q.data_t, x_q.data_t_scale_inv, kernel_q.data, kernel_q.scale_inv)
     return _constrained(info, y.astype(dtype))
 
 
@@ -218,11 +228,7 @@ def backward(ctx: BackwardContext, dy: Array | QTensor, c: Array | None = None) 
         assert not isinstance(dy, QTensor)
         assert c is None
         return _high_precision_backward(ctx, dy)
-    if isinstance(info.recipe, BlockScaling):
-        assert not isinstance(dy, QTensor)
-        assert c is None
-        return block_backward(ctx, dy)
-    dtype = info.x_type.dtype
+    dtype, recipe = info.x_type.dtype, info.quantizing_recipe
     x_t, x_scale_inv, kernel_data, kernel_scale_inv = ctx.saved
     dy_q = dy if isinstance(dy, QTensor) else quantize_operand(ctx, "dy", dy)[0]
     dy_data, dy_t = required(dy_q.data, "linear", "dy.data"), required(dy_q.data_t, "linear", "dy.data_t")
@@ -231,15 +237,19 @@ def backward(ctx: BackwardContext, dy: Array | QTensor, c: Array | None = None) 
     dgrad = GemmSpec(
         out_dtype=gemm_dtype(dtype),
         beta=1.0 if in_gemm else 0.0,
-        fast_accumulation=info.quantizing_recipe.fast_accumulation("dgrad"),
+        fast_accumulation=recipe.fast_accumulation("dgrad"),
+        lhs_scaling=scaling(recipe, "dy"),
+        rhs_scaling=scaling(recipe, "kernel"),
     )
     dx, _ = primitives.gemm(dy_data, kernel_data, dgrad, c=c if in_gemm else None, **scales)
     wgrad = GemmSpec(
         contract_dims=len(info.x_type.shape) - 1,
         out_dtype=gemm_dtype(kernel.dtype),
-        fast_accumulation=info.quantizing_recipe.fast_accumulation("wgrad"),
+        fast_accumulation=recipe.fast_accumulation("wgrad"),
+        lhs_scaling=scaling(recipe, "x"),
+        rhs_scaling=scaling(recipe, "dy"),
     )
-    dw, _ = primitives.gemm(x_t, dy_t, wgrad, lhs_scale_inv=x_scale_inv, rhs_scale_inv=dy_q.scale_inv)
+    dw, _ = primitives.gemm(x_t, dy_t, wgrad, lhs_scale_inv=x_scale_inv, rhs_scale_inv=dy_q.data_t_scale_inv)
     ctx.param_grads["kernel"] = dw.astype(kernel.dtype)
     dx = dx.astype(dtype)
     return dx if c is None or in_gemm else add_cotangents(dx, c)

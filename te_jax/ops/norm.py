@@ -59,7 +59,7 @@ class _Norm(Op):
         return y.astype(x.dtype)
 
     def forward_quantized(
-        self, ctx: ForwardContext, x: Array, scale: Array, quantizing: dict[str, Any]
+        self, ctx: ForwardContext, x: Array, scale: Array | None, quantizing: dict[str, Any]
     ) -> primitives.QuantizeOut:
         """The result in FP8 only, as the linear after it wants it (``quantizing``), in one pass over x."""
         return self._pass(ctx, x, scale, quantizing)

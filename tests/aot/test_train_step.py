@@ -18,7 +18,7 @@ WIDTH, HEADS, SEQ, BATCH = 256, 4, 128, 8
 HEAD_DIM = WIDTH // HEADS
 
 
-@pytest.fixture(scope="module", params=["delayed", "current"])
+@pytest.fixture(scope="module", params=["delayed", "current", "block"])
 def program(request):
     """(optimized HLO, plans of all chains in the program)."""
     import lm_model

@@ -17,12 +17,14 @@ APPLIES = {
     "delayed": (te.DelayedScaling(amax_history_len=3), (2, 32), 64),
     # Powers of two: one bfloat16 rounding more or less of the largest element must not move the whole scale.
     "current": (te.CurrentScaling(power_of_two=True), (48,), 48),
+    # Gated activations halve the features: blocks that belong to one half each.
+    "block": (te.BlockScaling(), (2, 72), 256),
 }
 REFUSES = {
     "none": (None, (32,), 32),
-    "block": (te.BlockScaling(), (32,), 32),
     "odd tokens": (te.CurrentScaling(), (3, 5), 32),
     "odd features": (te.CurrentScaling(), (32,), 24),
+    "odd features, blocks": (te.BlockScaling(), (32,), 24),
 }
 
 

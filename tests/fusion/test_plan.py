@@ -12,7 +12,12 @@ from te_jax.fusion.pattern import Rule, slot
 from te_jax.testing import hlo
 
 X = jax.ShapeDtypeStruct((2, 32, 64), jnp.bfloat16)
-RECIPES = {"delayed": te.DelayedScaling(amax_history_len=4), "current": te.CurrentScaling(), "none": None}
+RECIPES = {
+    "delayed": te.DelayedScaling(amax_history_len=4),
+    "current": te.CurrentScaling(),
+    "block": te.BlockScaling(),
+    "none": None,
+}
 
 
 def mlp(recipe, **kwargs):
@@ -31,7 +36,7 @@ def lowered_custom_calls(module, *inputs, platform, train=True):
     return hlo.count_custom_calls(lowered.as_text())
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 def test_norm_and_activation_write_fp8_and_nothing_else_quantizes_activations(recipe):
     plan = mlp(RECIPES[recipe]).plan(X)
     assert [step.name for step in plan.forward if step.writes_fp8] == ["quantizes for the next linear"] * 2

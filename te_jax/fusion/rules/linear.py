@@ -18,16 +18,11 @@ from te_jax.ops.base import LinkInfo
 from te_jax.ops.bias import Bias
 from te_jax.ops.linear import BasicLinear
 from te_jax.ops.residual import AddExtraInput, MakeExtraOutput
-from te_jax.recipe import BlockScaling
 
 
 def why_no_fp8_gemm(info: LinkInfo) -> str | None:
     """Why this linear has no FP8 GEMM of ours to fuse into; None if it has."""
-    if not info.quantized:
-        return info.why_unquantized
-    if isinstance(info.recipe, BlockScaling):
-        return "BlockScaling runs as the jnp reference (no native kernel yet)"
-    return None
+    return None if info.quantized else info.why_unquantized
 
 
 @dataclasses.dataclass(frozen=True)
