@@ -7,18 +7,28 @@
 //   both   128x128 blocks: one scale for the tile
 //
 // y comes from the loaders of quantizing_pass.cuh and stays in registers, in its own dtype, until all amaxes are known.
+// A loader whose y is what it reads may have `const Chunk<T, kChunk>& Raw(const Fragment&) const`.
 #ifndef TE_JAX_KERNELS_BLOCK_PASS_CUH_
 #define TE_JAX_KERNELS_BLOCK_PASS_CUH_
+
+#include <type_traits>
 
 #include "csrc/kernels/quantizing_pass.cuh"
 
 namespace te_jax::kernels {
 
 constexpr int kSide = 128;
-constexpr int kBlockThreads = 512;  // 4 rows x 8 columns a thread, as in quantizing_pass.cuh
-constexpr int kBlockWarps = kBlockThreads / kWarp;
 constexpr int kLanesPerRow = kSide / kChunk;  // 16: a warp has two groups of 4 rows
-static_assert(kBlockThreads * kRowsPerThread * kChunk == kSide * kSide && kSide == kBlock);
+static_assert(kSide == kBlock);
+
+// How a tile is shared: by kThreads threads, 4 rows x 8 columns each, kPasses times.
+template <int kTileThreads_, int kBlocksPerSM_>
+struct BlockGeometry {
+  static constexpr int kTileThreads = kTileThreads_, kBlocksPerSM = kBlocksPerSM_;
+  static constexpr int kTileWarps = kTileThreads / kWarp;
+  static constexpr int kPasses = kSide * kSide / (kTileThreads * kRowsPerThread * kChunk);
+  static constexpr int kRows = kPasses * kRowsPerThread;  // of a thread
+};
 
 struct BlockParams {
   int64_t rows, cols;  // of one plane
@@ -52,10 +62,54 @@ __device__ inline ScalePair BlockScale(float amax, const BlockParams& params) {
           __uint_as_float(static_cast<uint32_t>(254 - biased) << 23)};
 }
 
+// Magnitudes of elements as integers, which are ordered like them, NaN above infinity; 16-bit ones in pairs.
+template <class T>
+struct Magnitudes {
+  static constexpr bool kPairs = sizeof(T) == 2;
+  static constexpr int kWordsOfChunk = kChunk * static_cast<int>(sizeof(T)) / 4;
+  static constexpr uint32_t kInfinity = !kPairs ? kInfinityBits : std::is_same_v<T, BF16> ? 0x7f80u : 0x7c00u;
+
+  __device__ static uint32_t Of(uint32_t word) { return word & (kPairs ? 0x7fff7fffu : 0x7fffffffu); }
+  __device__ static uint32_t Max(uint32_t a, uint32_t b) {
+    if constexpr (kPairs) {
+      uint32_t result;
+      asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+      return result;
+    } else {
+      return max(a, b);
+    }
+  }
+  // The larger one of a pair.
+  __device__ static uint32_t Fold(uint32_t word) { return kPairs ? max(word & 0xffffu, word >> 16) : word; }
+  __device__ static float ToFloat(uint32_t magnitude) {
+    if constexpr (kPairs) {
+      return ToFloat2(magnitude, T{}).x;
+    } else {
+      return __uint_as_float(magnitude);
+    }
+  }
+  // maxima[i]: over the 16 lanes that share a row.
+  template <int kRows>
+  __device__ static void ReduceRows(uint32_t (&maxima)[kRows]) {
+    constexpr int kStep = kPairs ? 2 : 1;
+#pragma unroll
+    for (int r = 0; r < kRows; r += kStep) {
+      uint32_t word = kPairs ? maxima[r] | maxima[r + kStep - 1] << 16 : maxima[r];
+#pragma unroll
+      for (int offset = 1; offset < kLanesPerRow; offset *= 2) {
+        word = Max(word, __shfl_xor_sync(kFullMask, word, offset));
+      }
+      maxima[r] = kPairs ? word & 0xffffu : word;
+      if constexpr (kPairs) maxima[r + 1] = word >> 16;
+    }
+  }
+};
+
 // The place of this thread in a tile.
+template <class Geometry>
 struct BlockPlace {
-  int chunk, group;  // of 16 chunks, of 32 groups of 4 rows
-  int64_t row_tile, col_tile, row, col, row_end;
+  int chunk, group;  // of 16 chunks; of groups of 4 rows
+  int64_t row_tile, col_tile, tile_row, row_end, col;
   __device__ BlockPlace(int64_t index, const BlockParams& params) {
     const int64_t tiles_per_row = (params.cols + kSide - 1) / kSide;
     chunk = threadIdx.x % kLanesPerRow;
@@ -63,9 +117,14 @@ struct BlockPlace {
     row_tile = index / tiles_per_row;
     col_tile = index % tiles_per_row;
     const int64_t group_start = row_tile / params.tiles_per_group * params.group_rows;
-    row = group_start + row_tile % params.tiles_per_group * kSide + kRowsPerThread * group;
+    tile_row = group_start + row_tile % params.tiles_per_group * kSide;
     row_end = group_start + params.group_rows;
     col = col_tile * kSide + kChunk * chunk;
+  }
+  // Groups of 4 rows of the tile, and rows of y, by pass.
+  __device__ int GroupOf(int pass) const { return pass * (kSide / kRowsPerThread / Geometry::kPasses) + group; }
+  __device__ int64_t Row(int r) const {
+    return tile_row + GroupOf(r / kRowsPerThread) * kRowsPerThread + r % kRowsPerThread;
   }
 };
 
@@ -74,16 +133,16 @@ struct BlockPlace {
 // nor for 16-byte reads along a column.
 using BlockTile = uint32_t[kSide][kSide / 4];
 
-__device__ inline void StoreTransposed(const uint32_t (&words)[kRowsPerThread][kWords], const BlockPlace& at,
+__device__ inline void StoreTransposed(const uint32_t (&words)[kRowsPerThread][kWords], int chunk, int group,
                                        BlockTile& tile) {
-  const int slot = ((at.group / 4) ^ (at.chunk % 8)) * 4 + ((at.group % 4) ^ (at.chunk / 8 * 2));
+  const int slot = ((group / 4) ^ (chunk % 8)) * 4 + ((group % 4) ^ (chunk / 8 * 2));
 #pragma unroll
   for (int j = 0; j < kWords; ++j) {
     const uint32_t low01 = __byte_perm(words[0][j], words[1][j], 0x5140);  // r0c0 r1c0 r0c1 r1c1
     const uint32_t low23 = __byte_perm(words[2][j], words[3][j], 0x5140);
     const uint32_t high01 = __byte_perm(words[0][j], words[1][j], 0x7362);  // r0c2 r1c2 r0c3 r1c3
     const uint32_t high23 = __byte_perm(words[2][j], words[3][j], 0x7362);
-    const int column = at.chunk * kChunk + 4 * j;
+    const int column = chunk * kChunk + 4 * j;
     tile[column][slot] = __byte_perm(low01, low23, 0x5410);
     tile[column + 1][slot] = __byte_perm(low01, low23, 0x7632);
     tile[column + 2][slot] = __byte_perm(high01, high23, 0x5410);
@@ -92,13 +151,14 @@ __device__ inline void StoreTransposed(const uint32_t (&words)[kRowsPerThread][k
 }
 
 // Writes the tile's columns as rows of data_t [cols, row_length], from `first_row` on, up to row_length.
+template <class Geometry>
 __device__ inline void WriteTransposed(const BlockTile& tile, int64_t tile_col, int64_t cols, int64_t first_row,
                                        int64_t row_length, uint8_t* data_t) {
   constexpr int kUnits = kSide / kUnit;
   const int unit = threadIdx.x % kUnits;
   const int64_t row = first_row + unit * kUnit;
 #pragma unroll
-  for (int column = threadIdx.x / kUnits; column < kSide; column += kBlockThreads / kUnits) {
+  for (int column = threadIdx.x / kUnits; column < kSide; column += Geometry::kTileThreads / kUnits) {
     if (tile_col + column >= cols || row >= row_length) continue;
     const int chunk = column / kChunk;
     const uint4 value = *reinterpret_cast<const uint4*>(&tile[column][(unit ^ (chunk % 8)) * 4]);
@@ -107,50 +167,36 @@ __device__ inline void WriteTransposed(const BlockTile& tile, int64_t tile_col, 
   }
 }
 
-// Column by column over the tile, for threads below 128: combine(values of the 16 warps). `mine` are this thread's
-// values of its 8 columns, `pair` combines two. Every thread must call it; scratch may be used again after it.
-template <class Combine, class Finish>
-__device__ inline void ForColumns(float (&mine)[kChunk], const BlockPlace& at, float (&scratch)[kBlockWarps][kSide],
-                                  Combine combine, Finish finish) {
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) mine[i] = combine(mine[i], __shfl_xor_sync(kFullMask, mine[i], kLanesPerRow));
-  if (threadIdx.x % kWarp < kLanesPerRow) {
-    float4* target = reinterpret_cast<float4*>(&scratch[threadIdx.x / kWarp][at.chunk * kChunk]);
-    target[0] = make_float4(mine[0], mine[1], mine[2], mine[3]);
-    target[1] = make_float4(mine[4], mine[5], mine[6], mine[7]);
-  }
-  __syncthreads();
-  if (threadIdx.x < kSide) {
-    float value = scratch[0][threadIdx.x];
-#pragma unroll
-    for (int warp = 1; warp < kBlockWarps; ++warp) value = combine(value, scratch[warp][threadIdx.x]);
-    finish(static_cast<int>(threadIdx.x), value);
-  }
-  __syncthreads();
-}
+template <class Loader, class = void>
+struct HasRaw : std::false_type {};
+template <class Loader>
+struct HasRaw<Loader, std::void_t<decltype(&Loader::Raw)>> : std::true_type {};
 
+// values, rounded to T and packed as they lie in memory.
 template <class T>
-struct Packed {
+__device__ inline Chunk<T, kChunk> Pack(const float (&values)[kChunk]) {
   Chunk<T, kChunk> chunk;
-  __device__ void Set(const float (&values)[kChunk]) {
-    uint32_t* words = reinterpret_cast<uint32_t*>(chunk.vector);
+  uint32_t* words = reinterpret_cast<uint32_t*>(chunk.vector);
+#pragma unroll
+  for (int i = 0; i < Magnitudes<T>::kWordsOfChunk; ++i) {
     if constexpr (sizeof(T) == 2) {
-#pragma unroll
-      for (int i = 0; i < kChunk / 2; ++i) words[i] = RoundPair(values[2 * i], values[2 * i + 1], T{});
+      words[i] = RoundPair(values[2 * i], values[2 * i + 1], T{});
     } else {
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) words[i] = __float_as_uint(values[i]);
+      words[i] = __float_as_uint(values[i]);
     }
   }
-};
+  return chunk;
+}
 
-// One row of a chunk to FP8, each column with its scale. `magnitude`: not finite if any value is not.
-__device__ inline void CastChunk(const float (&y)[kChunk], float magnitude, const float (&scale)[kChunk], bool e5m2,
+// One row of a chunk to FP8, column i with scale[i * kStride]. A value that is not finite becomes NaN, which is looked
+// for only where there is one.
+template <int kStride>
+__device__ inline void CastChunk(const float (&y)[kChunk], bool finite, const float* scale, bool e5m2,
                                  uint32_t (&words)[kWords]) {
   float scaled[kChunk];
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) scaled[i] = __fmul_rn(y[i], scale[i]);
-  if (!(magnitude <= FLT_MAX)) {
+  for (int i = 0; i < kChunk; ++i) scaled[i] = __fmul_rn(y[i], scale[i * kStride]);
+  if (!finite) {
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) {
       if (!(fabsf(y[i]) <= FLT_MAX)) scaled[i] = __uint_as_float(kNaNBits);
@@ -160,49 +206,128 @@ __device__ inline void CastChunk(const float (&y)[kChunk], float magnitude, cons
   for (int j = 0; j < kWords; ++j) words[j] = CastFour(scaled + 4 * j, e5m2);
 }
 
-template <class Loader, bool kSquare, bool kDbias>
-__global__ void __launch_bounds__(kBlockThreads, Loader::kOutputs == 1 && sizeof(typename Loader::Element) == 2 ? 2 : 1)
+template <class Geometry>
+struct BlockMemory {
+  alignas(16) BlockTile tile;
+  alignas(16) uint32_t warps[Geometry::kTileWarps][kSide];  // by column: what each warp has found
+  alignas(16) float column_scale[kSide];
+  uint32_t maxima[Geometry::kTileWarps];
+};
+
+// finish(column, sum) by one thread for each column of the tile.
+template <class Geometry, class Finish>
+__device__ inline void SumColumns(float (&sums)[kChunk], int chunk, BlockMemory<Geometry>& memory, Finish finish) {
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) sums[i] += __shfl_xor_sync(kFullMask, sums[i], kLanesPerRow);
+  if (threadIdx.x % kWarp < kLanesPerRow) {
+    uint32_t* target = &memory.warps[threadIdx.x / kWarp][chunk * kChunk];
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) target[i] = __float_as_uint(sums[i]);
+  }
+  __syncthreads();
+  if (threadIdx.x < kSide) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < Geometry::kTileWarps; ++warp) sum += __uint_as_float(memory.warps[warp][threadIdx.x]);
+    finish(static_cast<int>(threadIdx.x), sum);
+  }
+  __syncthreads();  // may be written again
+}
+
+// finish(column, amax) by one thread for each column of the tile. Ends with a barrier.
+template <class T, class Geometry, class Finish>
+__device__ inline void MaxColumns(uint32_t (&maxima)[Magnitudes<T>::kWordsOfChunk], int chunk,
+                                  BlockMemory<Geometry>& memory, Finish finish) {
+  using M = Magnitudes<T>;
+  constexpr int kWordsOfRow = kSide / kChunk * M::kWordsOfChunk;
+  uint32_t* words = &memory.warps[0][0];
+#pragma unroll
+  for (int i = 0; i < M::kWordsOfChunk; ++i) {
+    maxima[i] = M::Max(maxima[i], __shfl_xor_sync(kFullMask, maxima[i], kLanesPerRow));
+  }
+  if (threadIdx.x % kWarp < kLanesPerRow) {
+    uint4* target = reinterpret_cast<uint4*>(words + threadIdx.x / kWarp * kWordsOfRow + chunk * M::kWordsOfChunk);
+#pragma unroll
+    for (int i = 0; i < M::kWordsOfChunk / 4; ++i) {
+      target[i] = make_uint4(maxima[4 * i], maxima[4 * i + 1], maxima[4 * i + 2], maxima[4 * i + 3]);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < kSide) {
+    using Element = std::conditional_t<M::kPairs, uint16_t, uint32_t>;
+    const Element* elements = reinterpret_cast<const Element*>(words);
+    uint32_t amax = 0;
+#pragma unroll
+    for (int warp = 0; warp < Geometry::kTileWarps; ++warp) {
+      amax = max(amax, static_cast<uint32_t>(elements[warp * kSide + threadIdx.x]));
+    }
+    finish(static_cast<int>(threadIdx.x), M::ToFloat(amax));
+  }
+  __syncthreads();
+}
+
+template <class Loader, class Geometry, bool kSquare, bool kDbias>
+__global__ void __launch_bounds__(Geometry::kTileThreads, Geometry::kBlocksPerSM)
     BlockKernel(Loader loader, BlockParams params) {
   using T = typename Loader::Element;
-  constexpr int kPlanes = Loader::kOutputs;
-  __shared__ alignas(16) BlockTile tile;
-  __shared__ alignas(16) float scratch[kBlockWarps][kSide];
-  __shared__ alignas(16) float column_scale[kSide];
-  __shared__ uint32_t max_scratch[kBlockWarps];
+  using M = Magnitudes<T>;
+  constexpr int kPlanes = Loader::kOutputs, kRows = Geometry::kRows;
+  constexpr bool kRaw = HasRaw<Loader>::value;
+  __shared__ BlockMemory<Geometry> memory;
 
   const int64_t cols = params.cols, row_length = kPlanes * cols;
   // From the end: what a statistics pass has read last is still in the L2 cache.
-  const BlockPlace at(static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x, params);
+  const BlockPlace<Geometry> at(static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x, params);
   const bool in_cols = at.col < cols;
-  typename Loader::Fragment fragment[kRowsPerThread];
+  typename Loader::Fragment fragment[kRows];
   typename Loader::Column column;
   if (in_cols) {
 #pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) {
-      if (at.row + r < at.row_end) loader.Load(at.row + r, at.col, fragment[r]);
+    for (int r = 0; r < kRows; ++r) {
+      if (at.Row(r) < at.row_end) loader.Load(at.Row(r), at.col, fragment[r]);
     }
     loader.LoadColumn(at.col, column);
   }
 
-  Packed<T> kept[kPlanes][kRowsPerThread];
-  float row_amax[kPlanes][kRowsPerThread], column_amax[kPlanes][kChunk] = {}, sums[kPlanes][kChunk] = {};
+  Chunk<T, kChunk> kept[kPlanes][kRows];
+  uint32_t row_max[kPlanes][kRows], column_max[kPlanes][M::kWordsOfChunk] = {};
+  float sums[kPlanes][kChunk] = {};
 #pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {
-    float y[kPlanes][kChunk] = {};
-    const bool inside = in_cols && at.row + r < at.row_end;
-    if (inside) loader.Compute(at.row + r, fragment[r], column, y);
+  for (int r = 0; r < kRows; ++r) {
+    const bool inside = in_cols && at.Row(r) < at.row_end;
+    if constexpr (kRaw) {
+      kept[0][r] = inside ? loader.Raw(fragment[r]) : Chunk<T, kChunk>{};
+    } else {
+      float y[kPlanes][kChunk] = {};
+      if (inside) loader.Compute(at.Row(r), fragment[r], column, y);
+#pragma unroll
+      for (int plane = 0; plane < kPlanes; ++plane) {
+        kept[plane][r] = Pack<T>(y[plane]);
+        if constexpr (kDbias) {
+#pragma unroll
+          for (int i = 0; i < kChunk; ++i) sums[plane][i] += y[plane][i];
+        }
+      }
+    }
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane) {
-      row_amax[plane][r] = 0.0f;
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(kept[plane][r].vector);
+      uint32_t max_of_row = 0;
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) {
-        row_amax[plane][r] = MaxMagnitude(row_amax[plane][r], y[plane][i]);
-        column_amax[plane][i] = MaxMagnitude(column_amax[plane][i], y[plane][i]);
-        if constexpr (kDbias) sums[plane][i] += y[plane][i];
+      for (int i = 0; i < M::kWordsOfChunk; ++i) {
+        const uint32_t magnitude = M::Of(words[i]);
+        max_of_row = M::Max(max_of_row, magnitude);
+        column_max[plane][i] = M::Max(column_max[plane][i], magnitude);
       }
-      kept[plane][r].Set(y[plane]);
+      row_max[plane][r] = M::Fold(max_of_row);
       if (params.hp != nullptr && inside) {
-        kept[plane][r].chunk.Store(static_cast<T*>(params.hp) + (at.row + r) * row_length + plane * cols + at.col);
+        kept[plane][r].Store(static_cast<T*>(params.hp) + at.Row(r) * row_length + plane * cols + at.col);
+      }
+      if constexpr (kRaw && kDbias) {
+        float y[kChunk];
+        Unpack(kept[plane][r], y);
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) sums[plane][i] += y[i];
       }
     }
   }
@@ -210,99 +335,103 @@ __global__ void __launch_bounds__(kBlockThreads, Loader::kOutputs == 1 && sizeof
 #pragma unroll
   for (int plane = 0; plane < kPlanes; ++plane) {
     const int64_t first_col = plane * cols + at.col_tile * kSide;  // of the result
-    float scale[kRowsPerThread];
+    uint32_t not_finite = 0;                                       // bit r: this thread's part of row r
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) not_finite |= (row_max[plane][r] >= M::kInfinity ? 1u : 0u) << r;
+
+    float row_scale[kRows];
     if constexpr (kSquare) {
-      float amax = 0.0f;
+      uint32_t bits = 0;
 #pragma unroll
-      for (int r = 0; r < kRowsPerThread; ++r) amax = MaxMagnitude(amax, row_amax[plane][r]);
-      const uint32_t bits = BlockMax<kBlockThreads>(__float_as_uint(amax), max_scratch);
-      const ScalePair pair = BlockScale(AmaxFromBits(bits), params);
+      for (int r = 0; r < kRows; ++r) bits = max(bits, row_max[plane][r]);
+      bits = BlockMax<Geometry::kTileThreads>(bits, memory.maxima);
+      const ScalePair pair = BlockScale(M::ToFloat(bits), params);
 #pragma unroll
-      for (int r = 0; r < kRowsPerThread; ++r) scale[r] = pair.scale;
-      const int64_t col_blocks = (row_length + kSide - 1) / kSide, row_blocks = params.tiles_per_group;
+      for (int r = 0; r < kRows; ++r) row_scale[r] = pair.scale;
       if (threadIdx.x == 0) {
-        if (params.scale_inv != nullptr) params.scale_inv[at.row_tile * col_blocks + first_col / kSide] = pair.inverse;
+        const int64_t block = first_col / kSide, col_blocks = (row_length + kSide - 1) / kSide;
+        if (params.scale_inv != nullptr) params.scale_inv[at.row_tile * col_blocks + block] = pair.inverse;
         if (params.scale_inv_t != nullptr) {
-          params.scale_inv_t[first_col / kSide * row_blocks + at.row_tile] = pair.inverse;
+          params.scale_inv_t[block * params.tiles_per_group + at.row_tile] = pair.inverse;
         }
       }
     } else {
-      // The 16 lanes of a row agree on its amax; lane r of them finds the scale of row r for all.
+      if (params.data != nullptr) {
+        // The 16 lanes of a row agree on its amax; lane r of them finds the scale of row r for all.
+        M::ReduceRows(row_max[plane]);
+        const int mine = at.chunk % kRows;
+        uint32_t bits = row_max[plane][0];
+        int64_t row = at.Row(0);
 #pragma unroll
-      for (int r = 0; r < kRowsPerThread; ++r) {
+        for (int r = 1; r < kRows; ++r) {
+          bits = mine == r ? row_max[plane][r] : bits;
+          row = mine == r ? at.Row(r) : row;
+        }
+        const ScalePair pair = BlockScale(M::ToFloat(bits), params);
+        if (at.chunk < kRows && row < at.row_end) {
+          params.scale_inv[first_col / kSide * params.rows + row] = pair.inverse;
+        }
 #pragma unroll
-        for (int offset = 1; offset < kLanesPerRow; offset *= 2) {
-          row_amax[plane][r] =
-              MaxMagnitude(row_amax[plane][r], __shfl_xor_sync(kFullMask, row_amax[plane][r], offset));
+        for (int r = 0; r < kRows; ++r) {
+          row_scale[r] = __shfl_sync(kFullMask, pair.scale, (threadIdx.x & kLanesPerRow) + r);
         }
       }
-      if (params.data != nullptr) {
-        float amax = row_amax[plane][0];
-#pragma unroll
-        for (int r = 1; r < kRowsPerThread; ++r) amax = at.chunk % kRowsPerThread == r ? row_amax[plane][r] : amax;
-        const ScalePair pair = BlockScale(amax, params);
-        if (at.chunk < kRowsPerThread && at.row + at.chunk < at.row_end) {
-          params.scale_inv[first_col / kSide * params.rows + at.row + at.chunk] = pair.inverse;
-        }
-#pragma unroll
-        for (int r = 0; r < kRowsPerThread; ++r) {
-          scale[r] = __shfl_sync(kFullMask, pair.scale, (threadIdx.x & kLanesPerRow) + r);
-        }
+      if (params.data_t != nullptr) {
+        MaxColumns<T>(column_max[plane], at.chunk, memory, [&](int i, float amax) {
+          const ScalePair pair = BlockScale(amax, params);
+          memory.column_scale[i] = pair.scale;
+          if (at.col_tile * kSide + i < cols) {
+            params.scale_inv_t[at.row_tile * row_length + first_col + i] = pair.inverse;
+          }
+        });
       }
     }
 
-    uint32_t words[kRowsPerThread][kWords];
-    if (kSquare || params.data != nullptr) {
+    float column_scale[kChunk];
+    if (!kSquare && params.data_t != nullptr) {
 #pragma unroll
-      for (int r = 0; r < kRowsPerThread; ++r) {
-        float y[kChunk], scales[kChunk];
-        Unpack(kept[plane][r].chunk, y);
+      for (int i = 0; i < kChunk; ++i) column_scale[i] = memory.column_scale[at.chunk * kChunk + i];
+    }
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) scales[i] = scale[r];
-        CastChunk(y, row_amax[plane][r], scales, params.e5m2, words[r]);
-        if (params.data != nullptr && in_cols && at.row + r < at.row_end) {
-          *reinterpret_cast<uint2*>(params.data + (at.row + r) * row_length + plane * cols + at.col) =
-              make_uint2(words[r][0], words[r][1]);
+    for (int pass = 0; pass < Geometry::kPasses; ++pass) {
+      uint32_t words[kRowsPerThread][kWords];
+#pragma unroll
+      for (int i = 0; i < kRowsPerThread; ++i) {
+        const int r = pass * kRowsPerThread + i;
+        const bool finite = (not_finite >> r & 1) == 0;
+        float y[kChunk];
+        Unpack(kept[plane][r], y);
+        if (kSquare || params.data != nullptr) {
+          CastChunk<0>(y, finite, &row_scale[r], params.e5m2, words[i]);
+          if (params.data != nullptr && in_cols && at.Row(r) < at.row_end) {
+            *reinterpret_cast<uint2*>(params.data + at.Row(r) * row_length + plane * cols + at.col) =
+                make_uint2(words[i][0], words[i][1]);
+          }
         }
+        if (!kSquare && params.data_t != nullptr) CastChunk<1>(y, finite, column_scale, params.e5m2, words[i]);
       }
+      if (params.data_t != nullptr) StoreTransposed(words, at.chunk, at.GroupOf(pass), memory.tile);
     }
     if constexpr (kDbias) {
-      ForColumns(sums[plane], at, scratch, [](float a, float b) { return a + b; }, [&](int i, float sum) {
+      SumColumns(sums[plane], at.chunk, memory, [&](int i, float sum) {
         if (at.col_tile * kSide + i < cols) params.tile_sums[at.row_tile * row_length + first_col + i] = sum;
       });
     }
     if (params.data_t == nullptr) continue;
-    if constexpr (!kSquare) {
-      ForColumns(column_amax[plane], at, scratch, [](float a, float b) { return MaxMagnitude(a, b); },
-                 [&](int i, float amax) {
-                   const ScalePair pair = BlockScale(amax, params);
-                   column_scale[i] = pair.scale;
-                   if (at.col_tile * kSide + i < cols) {
-                     params.scale_inv_t[at.row_tile * row_length + first_col + i] = pair.inverse;
-                   }
-                 });
-      float scales[kChunk];
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) scales[i] = column_scale[at.chunk * kChunk + i];
-#pragma unroll
-      for (int r = 0; r < kRowsPerThread; ++r) {
-        float y[kChunk];
-        Unpack(kept[plane][r].chunk, y);
-        CastChunk(y, row_amax[plane][r], scales, params.e5m2, words[r]);
-      }
-    }
-    StoreTransposed(words, at, tile);
-    __syncthreads();
-    WriteTransposed(tile, at.col_tile * kSide, cols, at.row_tile * kSide, params.padded_rows,
-                    params.data_t + plane * cols * params.padded_rows);
+    if constexpr (!kDbias) __syncthreads();
+    WriteTransposed<Geometry>(memory.tile, at.col_tile * kSide, cols, at.row_tile * kSide, params.padded_rows,
+                              params.data_t + plane * cols * params.padded_rows);
     if (plane + 1 < kPlanes) __syncthreads();  // the tile is written again
   }
 }
 
-// Queues the kernel over y [rows, kOutputs * cols], and DbiasKernel. With two planes cols is whole blocks.
 template <class Loader>
-cudaError_t LaunchBlockPass(const Loader& loader, int64_t rows, int64_t cols, const QuantizedOut& out, float* tile_sums,
-                            cudaStream_t stream) {
+using DefaultGeometry = BlockGeometry<512, Loader::kOutputs == 1 && sizeof(typename Loader::Element) == 2 ? 2 : 1>;
+
+// Queues the kernel over y [rows, kOutputs * cols], and DbiasKernel. With two planes cols is whole blocks.
+template <class Loader, class Geometry>
+cudaError_t LaunchBlocks(const Loader& loader, int64_t rows, int64_t cols, const QuantizedOut& out, float* tile_sums,
+                         cudaStream_t stream) {
   const bool square = out.scaling == Scaling::kBlock128x128;
   BlockParams params{};
   params.rows = rows;
@@ -321,15 +450,21 @@ cudaError_t LaunchBlockPass(const Loader& loader, int64_t rows, int64_t cols, co
   params.tile_sums = out.dbias == nullptr ? nullptr : tile_sums;
   const auto tiles = static_cast<unsigned>(BlockRowTiles(rows, out) * NumBlocks(cols));
   const auto launch = [&](auto kernel) {
-    kernel<<<tiles, kBlockThreads, 0, stream>>>(loader, params);
+    kernel<<<tiles, Geometry::kTileThreads, 0, stream>>>(loader, params);
     return cudaGetLastError();
   };
   const cudaError_t error =
       out.dbias == nullptr
-          ? square ? launch(BlockKernel<Loader, true, false>) : launch(BlockKernel<Loader, false, false>)
-          : square ? launch(BlockKernel<Loader, true, true>) : launch(BlockKernel<Loader, false, true>);
+          ? square ? launch(BlockKernel<Loader, Geometry, true, false>) : launch(BlockKernel<Loader, Geometry, false, false>)
+          : square ? launch(BlockKernel<Loader, Geometry, true, true>) : launch(BlockKernel<Loader, Geometry, false, true>);
   if (error != cudaSuccess || out.dbias == nullptr) return error;
   return LaunchDbias(BlockRowTiles(rows, out), Loader::kOutputs * cols, tile_sums, out, stream);
+}
+
+template <class Loader>
+cudaError_t LaunchBlockPass(const Loader& loader, int64_t rows, int64_t cols, const QuantizedOut& out, float* tile_sums,
+                            cudaStream_t stream) {
+  return LaunchBlocks<Loader, DefaultGeometry<Loader>>(loader, rows, cols, out, tile_sums, stream);
 }
 
 }  // namespace te_jax::kernels

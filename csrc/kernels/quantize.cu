@@ -20,6 +20,7 @@ struct TensorLoader {
   int64_t cols;
 
   __device__ void Load(int64_t row, int64_t col, Fragment& fragment) const { fragment.x.Load(x + row * cols + col); }
+  __device__ const Chunk<T, kChunk>& Raw(const Fragment& fragment) const { return fragment.x; }
   __device__ void LoadColumn(int64_t, Column&) const {}
   __device__ void Compute(int64_t, const Fragment& fragment, const Column&, float (&y)[kOutputs][kChunk]) const {
     Unpack(fragment.x, y[0]);
