@@ -10,6 +10,7 @@ namespace {
 
 constexpr char kDigits[] = "0123456789abcdef";
 constexpr size_t kDigitsPerWord = 16;
+constexpr uint64_t kOwn = ~uint64_t{0};  // first word
 constexpr float kWorthwhile = 0.99f;  // of the first candidate's time
 
 }  // namespace
@@ -32,6 +33,13 @@ std::optional<AlgorithmBlob> FromHex(const std::string& text) {
     word = (word << 4) | static_cast<uint64_t>(digit - kDigits);
   }
   return blob;
+}
+
+AlgorithmBlob BlobOf(const OwnAlgorithm& own) { return {kOwn, own.kernel, own.version}; }
+
+std::optional<OwnAlgorithm> OwnOf(const AlgorithmBlob& blob) {
+  const OwnAlgorithm own{static_cast<uint32_t>(blob[1]), static_cast<uint32_t>(blob[2])};
+  return blob == BlobOf(own) ? std::optional(own) : std::nullopt;
 }
 
 const char* NameOf(Choice::Source source) {

@@ -17,8 +17,16 @@
 
 namespace te_jax::gemm {
 
-// The 64 bytes of a cublasLtMatmulAlgo_t.
+// The 64 bytes of a cublasLtMatmulAlgo_t, or a kernel of ours (own_kernels.h).
 using AlgorithmBlob = std::array<uint64_t, 8>;
+
+// A kernel of ours as an algorithm. A kernel that adds up in another order than before is another version, so that a
+// choice that was kept for the old one isn't taken for it. No cublasLtMatmulAlgo_t starts like it.
+struct OwnAlgorithm {
+  uint32_t kernel = 0, version = 0;
+};
+AlgorithmBlob BlobOf(const OwnAlgorithm& own);
+std::optional<OwnAlgorithm> OwnOf(const AlgorithmBlob& blob);
 
 // 128 hexadecimal digits, and back; nullopt for anything else.
 std::string ToHex(const AlgorithmBlob& blob);

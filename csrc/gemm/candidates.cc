@@ -1,9 +1,11 @@
 #include "csrc/gemm/candidates.h"
 
+#include "csrc/gemm/own_kernels.h"
+
 namespace te_jax::gemm {
 
-std::vector<cublasLtMatmulAlgo_t> Candidates(Calls& calls, cublasLtHandle_t handle, const Problem& problem,
-                                             cublasLtMatmulDesc_t operation, int count) {
+std::vector<AlgorithmBlob> Candidates(Calls& calls, cublasLtHandle_t handle, const Problem& problem,
+                                      cublasLtMatmulDesc_t operation, int count) {
   cublasLtMatmulPreference_t preference = nullptr;
   if (!calls.Ok("cublasLtMatmulPreferenceCreate", calls.lt.preference_create(&preference))) return {};
   const Owned<cublasLtMatmulPreference_t> owned(preference, calls.lt.preference_destroy);
@@ -27,20 +29,25 @@ std::vector<cublasLtMatmulAlgo_t> Candidates(Calls& calls, cublasLtHandle_t hand
                          preference, count, results.data(), &found);
   calls.Ok("cublasLtMatmulAlgoGetHeuristic",
            found == 0 && status == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : status);
-  std::vector<cublasLtMatmulAlgo_t> algorithms;
+  std::vector<AlgorithmBlob> algorithms;
   for (int i = 0; calls.ok() && i < found; ++i) {
     const auto& result = results[static_cast<size_t>(i)];
     // The first is what a heuristic asked for one would give; others have to be usable.
-    if (i == 0 || result.state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(result.algo);
+    if (i == 0 || result.state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(BlobOf(result.algo));
+  }
+  for (const OwnKernel& kernel : OwnKernels()) {
+    if (calls.ok() && count > 1 && kernel.why_not(problem.desc).empty()) algorithms.push_back(BlobOf(kernel.algorithm));
   }
   return algorithms;
 }
 
 bool CanRun(Calls& calls, cublasLtHandle_t handle, const Problem& problem, cublasLtMatmulDesc_t operation,
-            const cublasLtMatmulAlgo_t& algorithm) {
+            const AlgorithmBlob& algorithm) {
+  if (OwnOf(algorithm).has_value()) return OwnKernelOf(algorithm, problem.desc) != nullptr;
   cublasLtMatmulHeuristicResult_t result{};
+  const cublasLtMatmulAlgo_t theirs = TheirsOf(algorithm);
   const cublasStatus_t status = calls.lt.algo_check(handle, operation, problem.a.get(), problem.b.get(),
-                                                    problem.c.get(), problem.d.get(), &algorithm, &result);
+                                                    problem.c.get(), problem.d.get(), &theirs, &result);
   return status == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= WorkspaceBytes(problem.desc);
 }
 

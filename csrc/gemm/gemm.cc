@@ -1,7 +1,6 @@
 #include "csrc/gemm/gemm.h"
 
 #include <atomic>
-#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -11,6 +10,7 @@
 #include "csrc/gemm/candidates.h"
 #include "csrc/gemm/cublaslt.h"
 #include "csrc/gemm/operation.h"
+#include "csrc/gemm/own_kernels.h"
 #include "csrc/gemm/plan.h"
 #include "csrc/gemm/timing.h"
 
@@ -26,7 +26,7 @@ std::atomic<uint64_t> generation{0};  // counts loaded choices: what was prepare
 
 struct Prepared {
   Problem problem;
-  cublasLtMatmulAlgo_t algorithm{};
+  AlgorithmBlob algorithm{};
 };
 
 // "NVIDIA H200, 132 multiprocessors": what the time of an algorithm depends on.
@@ -37,8 +37,8 @@ std::string TypeOf(int device) {
 }
 
 // The algorithm for `problem`. `*final` is whether to keep it.
-cublasLtMatmulAlgo_t ChooseAlgorithm(Calls& calls, cublasLtHandle_t handle, int device, const Problem& problem,
-                                     const GemmArgs& args, cudaStream_t stream, bool* final) {
+AlgorithmBlob ChooseAlgorithm(Calls& calls, cublasLtHandle_t handle, int device, const Problem& problem,
+                              const GemmArgs& args, cudaStream_t stream, bool* final) {
   *final = true;
   const auto operation = MakeOperation(calls, problem.plan, args);
   if (!calls.ok()) return {};
@@ -48,18 +48,12 @@ cublasLtMatmulAlgo_t ChooseAlgorithm(Calls& calls, cublasLtHandle_t handle, int 
   if (!timed.load()) return candidates.front();
 
   const auto make = [&](const Choice* loaded) {
-    cublasLtMatmulAlgo_t algorithm{};
-    if (loaded != nullptr) {
-      std::memcpy(&algorithm, loaded->algorithm.data(), sizeof algorithm);
-      if (CanRun(calls, handle, problem, operation.get(), algorithm)) return *loaded;
-    }
+    if (loaded != nullptr && CanRun(calls, handle, problem, operation.get(), loaded->algorithm)) return *loaded;
     return ChooseByTiming(calls, handle, problem, args, candidates, stream);
   };
   const auto choice = Algorithms().Get({TypeOf(device), ToString(problem.desc)}, kPatience, make);
   *final = choice.has_value();
-  cublasLtMatmulAlgo_t algorithm = candidates.front();
-  if (choice.has_value()) std::memcpy(&algorithm, choice->algorithm.data(), sizeof algorithm);
-  return algorithm;
+  return choice.has_value() ? choice->algorithm : candidates.front();
 }
 
 struct Key {
@@ -123,15 +117,23 @@ cudaError_t PadScales(const ScalePadding& padding, GemmArgs* args, void* workspa
                            cudaMemcpyDeviceToDevice, stream);
 }
 
-// Queues the GEMM with what was prepared for its description.
-void Queue(Calls& calls, cublasLtHandle_t handle, const Prepared& prepared, cublasLtMatmulDesc_t operation,
-           const GemmArgs& args, void* workspace, cudaStream_t stream) {
+// Queues the GEMM with what was prepared for its description. `keeps`: `prepared` stays, and so may its operation.
+void Queue(Calls& calls, cublasLtHandle_t handle, const Prepared& prepared, bool keeps, GemmArgs args, void* workspace,
+           cudaStream_t stream) {
+  const Problem& problem = prepared.problem;
+  if (const OwnKernel* own = OwnKernelOf(prepared.algorithm, problem.desc)) {
+    calls.Ok(own->name, own->launch(args, stream));
+    return;
+  }
   if (args.amax != nullptr) {  // the epilogue takes a maximum with what is there
     calls.Ok("cudaMemsetAsync", cudaMemsetAsync(args.amax, 0, sizeof(float), stream));
   }
-  if (calls.ok()) {
-    Multiply(calls, handle, operation, prepared.problem, args, prepared.algorithm, workspace, stream);
-  }
+  calls.Ok("cudaMemcpy2DAsync", PadScales(ScalePadding(problem.desc), &args, workspace, stream));
+  if (!calls.ok()) return;
+  Owned<cublasLtMatmulDesc_t> made = keeps ? Owned<cublasLtMatmulDesc_t>(nullptr, calls.lt.desc_destroy)
+                                           : MakeOperation(calls, problem.plan, args);
+  cublasLtMatmulDesc_t operation = keeps ? OperationOf(calls, &prepared, args) : made.get();
+  if (calls.ok()) Multiply(calls, handle, operation, problem, args, prepared.algorithm, workspace, stream);
 }
 
 }  // namespace
@@ -149,12 +151,12 @@ bool LoadAlgorithm(const AlgorithmKey& key, const Choice& choice) {
 
 void SetTimed(bool enabled) { timed = enabled; }
 
-Status Launch(const GemmArgs& given, void* workspace, cudaStream_t stream) {
+Status Launch(const GemmArgs& args, void* workspace, cudaStream_t stream) {
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) {
     return {Status::kInternal, std::string("cudaGetDevice: ") + cudaGetErrorString(error)};
   }
-  const Key key{device, timed.load(), generation.load(), DescOf(given)};
+  const Key key{device, timed.load(), generation.load(), DescOf(args)};
   const Prepared* prepared = Preparations().Find(key);
   std::optional<GemmPlan> plan;
   if (prepared == nullptr) {
@@ -171,8 +173,6 @@ Status Launch(const GemmArgs& given, void* workspace, cudaStream_t stream) {
     return calls.ok() ? Status{}
                       : Status{calls.status().code, calls.status().message + " (" + ToString(key.desc) + ")"};
   };
-  GemmArgs args = given;
-  if (!calls.Ok("cudaMemcpy2DAsync", PadScales(ScalePadding(key.desc), &args, workspace, stream))) return result();
   if (prepared == nullptr) {
     auto made = std::make_unique<Prepared>(Prepared{Problem(calls, key.desc, *plan)});
     if (!calls.ok()) return result();
@@ -180,14 +180,12 @@ Status Launch(const GemmArgs& given, void* workspace, cudaStream_t stream) {
     made->algorithm = ChooseAlgorithm(calls, handle, device, made->problem, args, stream, &final);
     if (!calls.ok()) return result();
     if (!final) {  // another thread is still choosing: this once with the heuristic's first
-      const auto operation = MakeOperation(calls, made->problem.plan, args);
-      if (calls.ok()) Queue(calls, handle, *made, operation.get(), args, workspace, stream);
+      Queue(calls, handle, *made, /*keeps=*/false, args, workspace, stream);
       return result();
     }
     prepared = Preparations().Add(key, std::move(made));
   }
-  cublasLtMatmulDesc_t operation = OperationOf(calls, prepared, args);
-  if (calls.ok()) Queue(calls, handle, *prepared, operation, args, workspace, stream);
+  Queue(calls, handle, *prepared, /*keeps=*/true, args, workspace, stream);
   return result();
 }
 

@@ -1,5 +1,7 @@
 #include "csrc/gemm/operation.h"
 
+#include <cstring>
+
 namespace te_jax::gemm {
 namespace {
 
@@ -93,14 +95,28 @@ void SetPointers(Calls& calls, cublasLtMatmulDesc_t operation, const GemmPlan& p
   if (args.bias != nullptr) Set(calls, operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, args.bias);
 }
 
+AlgorithmBlob BlobOf(const cublasLtMatmulAlgo_t& algorithm) {
+  AlgorithmBlob blob;
+  static_assert(sizeof algorithm == sizeof blob);
+  std::memcpy(blob.data(), &algorithm, sizeof algorithm);
+  return blob;
+}
+
+cublasLtMatmulAlgo_t TheirsOf(const AlgorithmBlob& algorithm) {
+  cublasLtMatmulAlgo_t theirs{};
+  std::memcpy(&theirs, algorithm.data(), sizeof theirs);
+  return theirs;
+}
+
 void Multiply(Calls& calls, cublasLtHandle_t handle, cublasLtMatmulDesc_t operation, const Problem& problem,
-              const GemmArgs& args, const cublasLtMatmulAlgo_t& algorithm, void* workspace, cudaStream_t stream) {
+              const GemmArgs& args, const AlgorithmBlob& algorithm, void* workspace, cudaStream_t stream) {
   // Not read where beta is 0; given all the same where it has the type of the result, as cuBLASLt wants it.
   const bool like_out = problem.plan.c.dtype == problem.plan.d.dtype;
   const void* c = problem.desc.accumulates ? args.c : like_out ? args.out : nullptr;
+  const cublasLtMatmulAlgo_t theirs = TheirsOf(algorithm);
   calls.Ok("cublasLtMatmul",
            calls.lt.matmul(handle, operation, &args.alpha, args.rhs, problem.a.get(), args.lhs, problem.b.get(),
-                           &args.beta, c, problem.c.get(), args.out, problem.d.get(), &algorithm, workspace,
+                           &args.beta, c, problem.c.get(), args.out, problem.d.get(), &theirs, workspace,
                            WorkspaceBytes(problem.desc), stream));
 }
 

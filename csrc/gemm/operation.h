@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "csrc/core/args.h"
+#include "csrc/gemm/algorithm_table.h"
 #include "csrc/gemm/cublaslt.h"
 #include "csrc/gemm/gemm.h"
 #include "csrc/gemm/plan.h"
@@ -52,9 +53,13 @@ void SetPointers(Calls& calls, cublasLtMatmulDesc_t operation, const GemmPlan& p
 // What an algorithm may use of the workspace.
 inline size_t WorkspaceBytes(const GemmDesc& desc) { return kWorkspaceBytes - ScalePadding(desc).bytes(); }
 
-// Queues one multiplication. args.amax has to be 0.
+// cuBLASLt's description of an algorithm, and back.
+AlgorithmBlob BlobOf(const cublasLtMatmulAlgo_t& algorithm);
+cublasLtMatmulAlgo_t TheirsOf(const AlgorithmBlob& algorithm);
+
+// Queues one multiplication by an algorithm of cuBLASLt. args.amax has to be 0.
 void Multiply(Calls& calls, cublasLtHandle_t handle, cublasLtMatmulDesc_t operation, const Problem& problem,
-              const GemmArgs& args, const cublasLtMatmulAlgo_t& algorithm, void* workspace, cudaStream_t stream);
+              const GemmArgs& args, const AlgorithmBlob& algorithm, void* workspace, cudaStream_t stream);
 
 }  // namespace te_jax::gemm
 

@@ -13,7 +13,7 @@ namespace {
 auto Fields(const GemmDesc& d) {
   return std::make_tuple(d.m, d.n, d.k, d.lhs, d.rhs, d.out, d.c, d.bias_dtype, d.lhs_contract_first,
                          d.rhs_contract_first, d.fast_accumulation, d.has_bias, d.accumulates, d.in_place, d.has_amax,
-                         d.alignment, d.lhs_scaling, d.rhs_scaling);
+                         d.alignment, d.has_alpha, d.lhs_scaling, d.rhs_scaling);
 }
 
 int32_t CommonAlignment(std::initializer_list<const void*> pointers) {
@@ -102,7 +102,7 @@ std::string ToString(const GemmDesc& desc) {
          (desc.has_bias ? std::string(" bias=") + NameOf(desc.bias_dtype) : "") +
          (desc.accumulates ? std::string(" c=") + NameOf(desc.c) : "") + flag(desc.in_place, "in_place") +
          flag(desc.lhs_contract_first, "lhs_contract_first") + flag(desc.rhs_contract_first, "rhs_contract_first") +
-         flag(desc.fast_accumulation, "fast_accumulation") + flag(desc.has_amax, "amax") +
+         flag(desc.fast_accumulation, "fast_accumulation") + flag(desc.has_amax, "amax") + flag(desc.has_alpha, "alpha") +
          (IsBlockScaled(desc) ? std::string(" ") + ScalingName(desc.lhs_scaling) + " by " + ScalingName(desc.rhs_scaling) : "") +
          " alignment=" + std::to_string(desc.alignment);
 }
@@ -124,6 +124,7 @@ GemmDesc DescOf(const GemmArgs& args) {
   if (desc.accumulates) desc.c = args.c_dtype;
   desc.in_place = desc.accumulates && args.c == args.out;
   desc.has_amax = args.amax != nullptr;
+  desc.has_alpha = args.alpha != 1.0f;
   desc.lhs_scaling = args.lhs_scaling;
   desc.rhs_scaling = args.rhs_scaling;
   desc.alignment = CommonAlignment({args.lhs, args.rhs, args.out, desc.accumulates ? args.c : nullptr});

@@ -12,7 +12,7 @@
 
 namespace te_jax::gemm {
 
-// Everything of GemmArgs that an algorithm may depend on; the key of the algorithm cache. alpha, beta's value and the
+// Everything of GemmArgs that an algorithm may depend on; the key of the algorithm cache. The values of alpha and beta and the
 // pointers are not here: one algorithm serves all of them.
 struct GemmDesc {
   int64_t m = 0, n = 0, k = 0;
@@ -21,6 +21,7 @@ struct GemmDesc {
   bool lhs_contract_first = false, rhs_contract_first = false;
   bool fast_accumulation = false;
   bool has_bias = false, accumulates = false, in_place = false, has_amax = false;
+  bool has_alpha = false;  // not 1
   Scaling lhs_scaling = Scaling::kTensor, rhs_scaling = Scaling::kTensor;
   int32_t alignment = 256;  // bytes; the largest power of two up to 256 that divides every matrix's address
 

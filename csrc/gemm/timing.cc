@@ -1,12 +1,12 @@
 #include "csrc/gemm/timing.h"
 
 #include <chrono>
-#include <cstring>
 #include <limits>
 #include <thread>
 #include <utility>
 
 #include "csrc/gemm/bench.h"
+#include "csrc/gemm/own_kernels.h"
 
 namespace te_jax::gemm {
 namespace {
@@ -42,15 +42,9 @@ void AwaitQuiet(cudaStream_t stream) {
   }
 }
 
-Choice ChoiceOf(const cublasLtMatmulAlgo_t& algorithm) {
+Choice First(const std::vector<AlgorithmBlob>& candidates, std::string note) {
   Choice choice;
-  static_assert(sizeof algorithm == sizeof choice.algorithm);
-  std::memcpy(choice.algorithm.data(), &algorithm, sizeof algorithm);
-  return choice;
-}
-
-Choice First(const std::vector<cublasLtMatmulAlgo_t>& candidates, std::string note) {
-  Choice choice = ChoiceOf(candidates.front());
+  choice.algorithm = candidates.front();
   choice.source = Choice::kFirst;
   choice.note = std::move(note);
   return choice;
@@ -59,7 +53,7 @@ Choice First(const std::vector<cublasLtMatmulAlgo_t>& candidates, std::string no
 }  // namespace
 
 Choice ChooseByTiming(Calls& calls, cublasLtHandle_t handle, const Problem& problem, const GemmArgs& args,
-                      const std::vector<cublasLtMatmulAlgo_t>& candidates, cudaStream_t stream) {
+                      const std::vector<AlgorithmBlob>& candidates, cudaStream_t stream) {
   if (candidates.size() == 1) return First(candidates, "the only candidate");
   const RelaxedCapture relaxed;
   AwaitQuiet(stream);
@@ -69,6 +63,9 @@ Choice ChooseByTiming(Calls& calls, cublasLtHandle_t handle, const Problem& prob
   if (!calls.ok()) return First(candidates, calls.status().message);
 
   const auto launch = [&](size_t i, void* workspace, cudaStream_t on) {
+    if (const OwnKernel* own = OwnKernelOf(candidates[i], problem.desc)) {
+      return own->launch(bench.args(), on) == cudaSuccess;
+    }
     Calls attempt;  // a candidate that can't be launched is no error
     Multiply(attempt, handle, operation.get(), problem, bench.args(), candidates[i], workspace, on);
     return attempt.ok();
@@ -82,7 +79,8 @@ Choice ChooseByTiming(Calls& calls, cublasLtHandle_t handle, const Problem& prob
 
   const size_t fastest = Fastest(times);
   if (times[fastest] == std::numeric_limits<float>::infinity()) return First(candidates, "no candidate could be run");
-  Choice choice = ChoiceOf(candidates[finalists[fastest]]);
+  Choice choice;
+  choice.algorithm = candidates[finalists[fastest]];
   choice.source = Choice::kTimed;
   choice.time_us = times[fastest];
   choice.first_us = times.front();

@@ -15,7 +15,7 @@ namespace te_jax::gemm {
 // data and may run while the calling thread captures a graph on `stream`. If it doesn't, what `stream` still has to do is
 // awaited first, for a second at most, so that it doesn't take part. `args` says what is wanted; its pointers aren't read.
 Choice ChooseByTiming(Calls& calls, cublasLtHandle_t handle, const Problem& problem, const GemmArgs& args,
-                      const std::vector<cublasLtMatmulAlgo_t>& candidates, cudaStream_t stream);
+                      const std::vector<AlgorithmBlob>& candidates, cudaStream_t stream);
 
 }  // namespace te_jax::gemm
 

@@ -32,6 +32,19 @@ TEST(HexRoundTrips) {
   EXPECT(!FromHex(std::string(127, '0') + "g").has_value());
 }
 
+TEST(OwnKernelsAreTheirOwnAlgorithms) {
+  const AlgorithmBlob own = BlobOf(OwnAlgorithm{3, 2});
+  EXPECT_EQ(OwnOf(own)->kernel, 3u);
+  EXPECT_EQ(OwnOf(own)->version, 2u);
+  EXPECT(own != BlobOf(OwnAlgorithm{3, 1}));
+  EXPECT(FromHex(ToHex(own)) == own);
+  AlgorithmBlob theirs{};  // cuBLASLt's start with a small number
+  EXPECT(!OwnOf(theirs).has_value());
+  theirs = own;
+  theirs[7] = 1;
+  EXPECT(!OwnOf(theirs).has_value());
+}
+
 TEST(IsMadeOnce) {
   AlgorithmTable table;
   std::atomic<int> made{0};
