@@ -204,8 +204,7 @@ def main() -> None:
         print(report.table(rows)) if args.report else report.plot(rows, args.image)
         return
     known = peers.implementations()
-    # Without a native kernel, block scaling is a reference, not a contestant.
-    chosen = args.impls or [name for name in known if name != "te_jax block"]
+    chosen = args.impls or list(known)
     if unknown := [name for name in chosen if name not in known]:
         parser.error(f"--impls: expected some of {list(known)}, got {unknown}")
     where = environment()

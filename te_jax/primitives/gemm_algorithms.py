@@ -36,7 +36,7 @@ class GemmAlgorithm:
     Attributes:
       device: the kind of GPU.
       gemm: m, n, k, dtypes, epilogue and alignment, as text.
-      algorithm: cuBLASLt's description of the algorithm, in hexadecimal digits.
+      algorithm: cuBLASLt's description of the algorithm, or a kernel of te_jax, in hexadecimal digits.
       source: "timed" in this process; "loaded" from another one's choices; "first": the heuristic's first, see note.
       time_us, first_us: microseconds of the algorithm and of the heuristic's first, where they were timed; 0 otherwise.
       candidates: how many were timed.
