@@ -16,7 +16,7 @@ from te_jax.quant.state import COLLECTION, KERNELS
 from te_jax.testing import hlo
 
 DELAYED = te.DelayedScaling(amax_history_len=4)
-RECIPES = {"delayed": DELAYED, "current": te.CurrentScaling()}
+RECIPES = {"delayed": DELAYED, "current": te.CurrentScaling(), "block": te.BlockScaling()}
 BF16 = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
 ROWS, WIDTH, N = 128, 64, 4
 MICRO = jax.ShapeDtypeStruct((ROWS // N, WIDTH), jnp.bfloat16)

@@ -179,7 +179,7 @@ def _quantize(
 
 def takes_quantized_kernel(info: LinkInfo) -> bool:
     """Whether this is a linear that can be given its kernel in FP8."""
-    return info.quantized and not isinstance(info.recipe, BlockScaling)
+    return info.quantized
 
 
 def quantize_kernel(ctx: ForwardContext) -> QuantizedKernel:

@@ -64,7 +64,9 @@ class _Norm(Op):
         """The result in FP8 only, as the linear after it wants it (``quantizing``), in one pass over x."""
         return self._pass(ctx, x, scale, quantizing)
 
-    def _pass(self, ctx: ForwardContext, x: Array, scale: Array, wanted: dict[str, Any]) -> primitives.QuantizeOut:
+    def _pass(
+        self, ctx: ForwardContext, x: Array, scale: Array | None, wanted: dict[str, Any]
+    ) -> primitives.QuantizeOut:
         """The results of a QuantizingSpec that are ``wanted``."""
         spec = NormSpec(
             kind=self.kind,

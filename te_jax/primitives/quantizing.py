@@ -222,9 +222,7 @@ def _by_name(spec: QuantizingSpec, outs: Sequence[jax.Array]) -> dict[Any, jax.A
     return dict(zip((*common, *range(len(outs) - len(common))), outs, strict=True))
 
 
-def _sum_dbias(
-    spec: QuantizingSpec, reductions: Reductions, dbias_dtype: str, outs: Iterable[jax.Array]
-) -> tuple:
+def _sum_dbias(spec: QuantizingSpec, reductions: Reductions, dbias_dtype: str, outs: Iterable[jax.Array]) -> tuple:
     results = _by_name(spec, tuple(outs))
     if spec.dbias and reductions.sums:
         results["dbias"] = jax.lax.psum(results["dbias"], reductions.sums).astype(dbias_dtype)

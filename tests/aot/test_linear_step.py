@@ -59,7 +59,7 @@ def entry(module, tokens, features):
     return [(m[1], (re.findall(r'custom_call_target="([^"]+)"', m[0]) or [None])[0]) for m in found if m]
 
 
-@pytest.mark.parametrize("recipe", [te.DelayedScaling(), te.CurrentScaling()], ids=lambda r: r.name)
+@pytest.mark.parametrize("recipe", [te.DelayedScaling(), te.CurrentScaling(), te.BlockScaling()], ids=lambda r: r.name)
 @pytest.mark.parametrize("linears", [1, 3])
 def test_a_chain_of_linears_with_biases_is_custom_calls_alone(recipe, linears):
     chain = [ops.Linear(512) for _ in range(linears)]

@@ -48,6 +48,14 @@ def test_squares(on, shape, dtype, power_of_two):
         blocks.check(on("cuda", lambda x, spec=spec: P.quantize(x, None, spec), x), x, spec)
 
 
+@pytest.mark.parametrize("dbias_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scaling", [ROWS, SQUARES])
+def test_dbias_is_rounded_once(on, scaling, dbias_dtype):
+    x = tensor((400, 272), "bf16")
+    spec = P.QuantizeSpec(format="e4m3", scaling=scaling, data_t=True, dbias=True, dbias_dtype=dbias_dtype)
+    blocks.check(on("cuda", lambda x: P.quantize(x, None, spec), x), x, spec)
+
+
 @pytest.mark.parametrize("scaling", [ROWS, SQUARES])
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.0, 1e-41, 1e-37, 3.3e38, 448.0, 449.0, 1.75, 1.7500001])

@@ -57,6 +57,15 @@ def test_quantize_squares(wanted, shape, power_of_two):
         blocks.check(out, x, spec)
 
 
+@pytest.mark.parametrize("dbias_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scaling", [ROWS, SQUARES])
+def test_dbias_is_rounded_once(scaling, dbias_dtype):
+    x = wide((144, 272), jnp.bfloat16)
+    spec = QuantizeSpec(**BOTH, dbias=True, dbias_dtype=dbias_dtype, scaling=scaling)
+    for out in both(lambda x: primitives.quantize(x, None, spec), x):
+        blocks.check(out, x, spec)
+
+
 @pytest.mark.parametrize("scaling", [ROWS, SQUARES])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 0.0])
 def test_a_block_without_a_range_has_scale_1_and_its_neighbours_theirs(bad, scaling):
