@@ -55,7 +55,8 @@ def test_plan_counts_what_is_lowered(recipe, train, platform):
     module = mlp(RECIPES[recipe])
     plan = module.plan(X, train=train, platform=platform)
     assert collections.Counter(plan.custom_calls) == lowered_custom_calls(module, X, platform=platform, train=train)
-    count = {"none": 0, "current": 13, "delayed": 15} if train else {"none": 0, "current": 6, "delayed": 7}
+    stateless, delayed = (13, 15) if train else (6, 7)
+    count = {"none": 0, "current": stateless, "block": stateless, "delayed": delayed}
     assert sum(plan.custom_calls.values()) == count[recipe]
 
 
