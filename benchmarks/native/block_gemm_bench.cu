@@ -1,0 +1,391 @@
+// Checks the own block-scaled FP8 product against an fp64 one on the GPU and times it beside cuBLASLt's.
+//
+//   block_gemm_bench check                          every configuration, several shapes; exit status 1 if one is wrong
+//   block_gemm_bench time M N K block|vector [names]  one JSON line a configuration (all, or those of the comma list)
+//
+// libcublasLt.so.13 is loaded at run time. Data are normal, quantized so that a block's maximum is near 448.
+#include <cublasLt.h>
+#include <cuda_fp8.h>
+#include <dlfcn.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "csrc/kernels/block_gemm_launch.cuh"
+
+namespace {
+
+using namespace te_jax::kernels;
+
+#define CHECK_CUDA(call)                                                                        \
+  do {                                                                                          \
+    const cudaError_t error_ = (call);                                                          \
+    if (error_ != cudaSuccess) {                                                                \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error_));      \
+      std::exit(2);                                                                             \
+    }                                                                                           \
+  } while (0)
+#define CHECK_LT(call)                                                             \
+  do {                                                                             \
+    const int status_ = (call);                                                    \
+    if (status_ != 0) {                                                            \
+      std::fprintf(stderr, "%s:%d: cuBLASLt status %d\n", __FILE__, __LINE__, status_); \
+      std::exit(2);                                                                \
+    }                                                                              \
+  } while (0)
+
+// ---- data ----
+__device__ uint32_t Hash(uint64_t x) {
+  x ^= x >> 33;
+  x *= 0xff51afd7ed558ccdull;
+  x ^= x >> 33;
+  x *= 0xc4ceb9fe1a85ec53ull;
+  return static_cast<uint32_t>(x >> 32);
+}
+__device__ float Uniform(uint64_t i, uint64_t seed) { return (Hash(i * 2654435761ull + (seed << 40)) + 0.5f) * 0x1p-32f; }
+
+__global__ void FillFp8(uint8_t* data, int64_t size, uint64_t seed) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (i >= size) return;
+  const float normal = sqrtf(-2 * logf(Uniform(i, seed))) * cospif(2 * Uniform(i, seed + 1));
+  data[i] = __nv_cvt_float_to_fp8(normal * 150, __NV_SATFINITE, __NV_E4M3);
+}
+__global__ void FillScales(float* data, int64_t size, uint64_t seed, bool powers) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (i >= size) return;
+  const float exponent = Uniform(i, seed) * 6 - 10;
+  data[i] = exp2f(powers ? floorf(exponent) : exponent);
+}
+
+// ---- the product in fp64: rows row0, row0 + step, ... ----
+__device__ float FromFp8(uint8_t x) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3)));
+}
+__global__ void Reference(BlockGemmArgs p, int64_t step, int64_t rows, double* out) {
+  const int64_t column = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  const int64_t row = blockIdx.y * step;
+  if (column >= p.n) return;
+  const int64_t blocks = (p.k + 127) / 128, ld_a = (p.m + 3) / 4 * 4;
+  const int64_t ld_b = ((p.vector_b ? p.n : blocks) + 3) / 4 * 4;
+  const uint8_t* a = static_cast<const uint8_t*>(p.a) + row * p.k;
+  const uint8_t* b = static_cast<const uint8_t*>(p.b) + column * p.k;
+  double sum = 0;
+  for (int64_t kb = 0; kb < blocks; ++kb) {
+    double part = 0;
+    for (int64_t k = kb * 128; k < min(p.k, kb * 128 + 128); ++k) part += double{FromFp8(a[k])} * FromFp8(b[k]);
+    const float sb = p.vector_b ? p.scale_b[kb * ld_b + column] : p.scale_b[column / 128 * ld_b + kb];
+    sum += part * p.scale_a[kb * ld_a + row] * sb;
+  }
+  out[blockIdx.y * p.n + column] = sum;
+}
+
+struct Problem {
+  BlockGemmArgs args;
+  std::vector<void*> owned;
+
+  Problem(int64_t m, int64_t n, int64_t k, bool vector_b, bool out_f32, bool powers, uint64_t seed) {
+    const int64_t blocks = (k + 127) / 128;
+    const auto padded = [](int64_t x) { return (x + 3) / 4 * 4; };
+    const auto fp8 = [&](int64_t size, uint64_t s) {
+      auto* p = static_cast<uint8_t*>(Own(size));
+      FillFp8<<<(size + 255) / 256, 256>>>(p, size, s);
+      return p;
+    };
+    const auto scales = [&](int64_t size, uint64_t s) {
+      auto* p = static_cast<float*>(Own(size * 4));
+      FillScales<<<(size + 255) / 256, 256>>>(p, size, s, powers);
+      return p;
+    };
+    args = {m, n, k, fp8(m * k, 8 * seed), scales(blocks * padded(m), 8 * seed + 2), fp8(n * k, 8 * seed + 4),
+            scales(vector_b ? blocks * padded(n) : (n + 127) / 128 * padded(blocks), 8 * seed + 6), vector_b,
+            Own(OutBytes(m, n, out_f32) + kGuard), out_f32};
+    CHECK_CUDA(cudaGetLastError());
+  }
+  ~Problem() {
+    for (void* p : owned) cudaFree(p);
+  }
+  void* Own(size_t bytes) {
+    void* p = nullptr;
+    CHECK_CUDA(cudaMalloc(&p, bytes));
+    owned.push_back(p);
+    return p;
+  }
+  static constexpr size_t kGuard = 4096;
+  static size_t OutBytes(int64_t m, int64_t n, bool f32) { return m * n * (f32 ? 4 : 2); }
+};
+
+// ---- own configurations ----
+struct Variant {
+  const char* name;
+  bool vector_b, out_f32;
+  int raster;
+  cudaError_t (*launch)(const BlockGemmArgs&, int raster, cudaStream_t);
+};
+template <class Config>
+constexpr Variant Make(const char* name, int raster) {
+  return {name, Config::kVectorB, std::is_same_v<typename Config::Out, float>, raster, LaunchBlockGemmAs<Config>};
+}
+const Variant kVariants[] = {
+    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, false>>("256x128_c2a", 8),
+    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, false>>("256x128_c2a_r4", 4),
+    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, false>>("256x128_c2a_r16", 16),
+    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, false>>("256x128_c2a_r32", 32),
+    Make<BlockGemmConfig<2, 2, 128, 3, 2, true, false>>("256x128_c2a_s3", 8),
+    Make<BlockGemmConfig<2, 2, 128, 4, 2, false, false>>("256x128_c2b", 4),
+    Make<BlockGemmConfig<2, 2, 128, 4, 1, true, false>>("256x128_c1", 8),
+    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, false, 1, true>>("256x128_c2a_ord", 8),
+    Make<BlockGemmConfig<3, 1, 128, 5, 2, true, false>>("192x128_c2a", 8),
+    Make<BlockGemmConfig<2, 1, 128, 6, 2, true, false>>("128x128_c2a", 16),
+    Make<BlockGemmConfig<2, 1, 128, 6, 2, true, false, 2>>("128x128_c2a_dbl", 16),
+    Make<BlockGemmConfig<2, 1, 192, 5, 2, true, false>>("128x192_c2a", 16),
+    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, false, 1, false, float>>("256x128_c2a_f32", 8),
+    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, true>>("v256x128_c2a", 8),
+    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, true, 1, true>>("v256x128_c2a_ord", 8),
+    Make<BlockGemmConfig<3, 1, 128, 5, 2, true, true>>("v192x128_c2a", 8),
+    Make<BlockGemmConfig<2, 1, 128, 6, 2, true, true>>("v128x128_c2a", 16),
+    Make<BlockGemmConfig<2, 1, 128, 6, 2, true, true, 2>>("v128x128_c2a_dbl", 16),
+    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, true, 1, false, float>>("v256x128_c2a_f32", 8),
+};
+
+// ---- cuBLASLt ----
+class CublasLt {
+ public:
+  CublasLt() {
+    void* library = dlopen("libcublasLt.so.13", RTLD_NOW);
+    if (library == nullptr) {
+      std::fprintf(stderr, "%s\n", dlerror());
+      std::exit(2);
+    }
+#define LOAD(name) name##_ = reinterpret_cast<decltype(&::name)>(dlsym(library, #name))
+    LOAD(cublasLtCreate), LOAD(cublasLtMatmul), LOAD(cublasLtMatmulDescCreate), LOAD(cublasLtMatmulDescSetAttribute);
+    LOAD(cublasLtMatrixLayoutCreate), LOAD(cublasLtMatmulPreferenceCreate), LOAD(cublasLtMatmulPreferenceSetAttribute);
+    LOAD(cublasLtMatmulAlgoGetHeuristic);
+#undef LOAD
+    CHECK_LT(cublasLtCreate_(&handle_));
+    CHECK_CUDA(cudaMalloc(&workspace_, kWorkspace));
+  }
+
+  // Column-major there: out^T = (b^T)^T * a^T. block: scales of 128 elements; else scalars (the first of each), with or
+  // without fast accumulation.
+  struct Plan {
+    cublasLtMatmulDesc_t description;
+    cublasLtMatrixLayout_t a, b, out;
+    std::vector<cublasLtMatmulAlgo_t> algorithms;
+  };
+  Plan Prepare(const BlockGemmArgs& p, bool block, bool fast) {
+    Plan plan{};
+    CHECK_LT(cublasLtMatmulDescCreate_(&plan.description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    const auto set = [&](cublasLtMatmulDescAttributes_t which, auto value) {
+      CHECK_LT(cublasLtMatmulDescSetAttribute_(plan.description, which, &value, sizeof value));
+    };
+    set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
+    set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(fast));
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.scale_b);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.scale_a);
+    if (block) {
+      set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE,
+          p.vector_b ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F : CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F);
+      set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F);
+    }
+    CHECK_LT(cublasLtMatrixLayoutCreate_(&plan.a, CUDA_R_8F_E4M3, p.k, p.n, p.k));
+    CHECK_LT(cublasLtMatrixLayoutCreate_(&plan.b, CUDA_R_8F_E4M3, p.k, p.m, p.k));
+    CHECK_LT(cublasLtMatrixLayoutCreate_(&plan.out, p.out_f32 ? CUDA_R_32F : CUDA_R_16BF, p.n, p.m, p.n));
+    cublasLtMatmulPreference_t preference;
+    CHECK_LT(cublasLtMatmulPreferenceCreate_(&preference));
+    const size_t workspace = kWorkspace;
+    CHECK_LT(cublasLtMatmulPreferenceSetAttribute_(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
+                                                   sizeof workspace));
+    cublasLtMatmulHeuristicResult_t results[8];
+    int found = 0;
+    cublasLtMatmulAlgoGetHeuristic_(handle_, plan.description, plan.a, plan.b, plan.out, plan.out, preference, 8,
+                                    results, &found);
+    for (int i = 0; i < found; ++i) plan.algorithms.push_back(results[i].algo);
+    return plan;
+  }
+  void Run(const Plan& plan, int algorithm, const BlockGemmArgs& p) {
+    const auto set = [&](cublasLtMatmulDescAttributes_t which, auto value) {
+      CHECK_LT(cublasLtMatmulDescSetAttribute_(plan.description, which, &value, sizeof value));
+    };
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.scale_b);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.scale_a);
+    const float one = 1, zero = 0;
+    CHECK_LT(cublasLtMatmul_(handle_, plan.description, &one, p.b, plan.a, p.a, plan.b, &zero, p.out, plan.out, p.out,
+                             plan.out, &plan.algorithms[algorithm], workspace_, kWorkspace, nullptr));
+  }
+
+ private:
+  static constexpr size_t kWorkspace = 64 << 20;
+#define DECLARE(name) decltype(&::name) name##_ = nullptr
+  DECLARE(cublasLtCreate);
+  DECLARE(cublasLtMatmul);
+  DECLARE(cublasLtMatmulDescCreate);
+  DECLARE(cublasLtMatmulDescSetAttribute);
+  DECLARE(cublasLtMatrixLayoutCreate);
+  DECLARE(cublasLtMatmulPreferenceCreate);
+  DECLARE(cublasLtMatmulPreferenceSetAttribute);
+  DECLARE(cublasLtMatmulAlgoGetHeuristic);
+#undef DECLARE
+  cublasLtHandle_t handle_ = nullptr;
+  void* workspace_ = nullptr;
+};
+
+// ---- comparison ----
+struct Errors {
+  double l2, max;  // relative to the result's norm; the largest, relative to |element| + rms
+  bool guard;      // nothing was written behind the result
+};
+float Element(const std::vector<char>& host, int64_t i, bool f32) {
+  if (f32) return reinterpret_cast<const float*>(host.data())[i];
+  const uint32_t bits = uint32_t{reinterpret_cast<const uint16_t*>(host.data())[i]} << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+Errors Compare(const BlockGemmArgs& p, const std::vector<double>& expected, int64_t step) {
+  const size_t bytes = Problem::OutBytes(p.m, p.n, p.out_f32);
+  std::vector<char> host(bytes + Problem::kGuard);
+  CHECK_CUDA(cudaMemcpy(host.data(), p.out, host.size(), cudaMemcpyDeviceToHost));
+  double error2 = 0, norm2 = 0, worst = 0;
+  for (double x : expected) norm2 += x * x;
+  const double rms = std::sqrt(norm2 / expected.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const int64_t row = i / p.n * step, column = i % p.n;
+    const double error = std::abs(Element(host, row * p.n + column, p.out_f32) - expected[i]);
+    error2 += error * error;
+    worst = std::isnan(error) ? 1e30 : std::max(worst, error / (std::abs(expected[i]) + rms));
+  }
+  bool guard = true;
+  for (size_t i = bytes; i < host.size(); ++i) guard &= static_cast<unsigned char>(host[i]) == 0xff;
+  return {std::sqrt(error2 / norm2), worst, guard};
+}
+std::vector<double> Expected(const BlockGemmArgs& p, int64_t step) {
+  const int64_t rows = (p.m + step - 1) / step;
+  double* device = nullptr;
+  CHECK_CUDA(cudaMalloc(&device, rows * p.n * 8));
+  Reference<<<dim3((p.n + 127) / 128, rows), 128>>>(p, step, rows, device);
+  std::vector<double> host(rows * p.n);
+  CHECK_CUDA(cudaMemcpy(host.data(), device, host.size() * 8, cudaMemcpyDeviceToHost));
+  cudaFree(device);
+  return host;
+}
+void Poison(const BlockGemmArgs& p) {
+  CHECK_CUDA(cudaMemset(p.out, 0xff, Problem::OutBytes(p.m, p.n, p.out_f32) + Problem::kGuard));  // NaNs
+}
+
+bool Wanted(const char* name, const char* list) {
+  if (list == nullptr) return true;
+  const std::string all = std::string(",") + list + ",", one = std::string(",") + name + ",";
+  return all.find(one) != std::string::npos;
+}
+
+int Check(const char* list) {
+  const int64_t shapes[][3] = {{256, 128, 128},    {8, 8, 16},         {512, 768, 1024},
+                               {264, 136, 272},    {1000, 1384, 2064}, {2048, 4096, 512},
+                               {4100, 264, 1152}, {200, 9000, 384}};
+  int wrong = 0;
+  for (const auto& [m, n, k] : shapes) {
+    for (int kind = 0; kind < 4; ++kind) {
+      const bool vector_b = kind & 1, f32 = kind & 2;
+      Problem problem(m, n, k, vector_b, f32, m % 512 == 0, 1);
+      const std::vector<double> expected = Expected(problem.args, 1);
+      for (const Variant& v : kVariants) {
+        if (v.vector_b != vector_b || v.out_f32 != f32 || !Wanted(v.name, list)) continue;
+        Poison(problem.args);
+        CHECK_CUDA(v.launch(problem.args, v.raster, nullptr));
+        CHECK_CUDA(cudaDeviceSynchronize());
+        const Errors e = Compare(problem.args, expected, 1);
+        // bf16 rounds by 2^-9 at most; the tensor cores keep some 13 bits below the largest product of 32.
+        const bool ok = e.guard && e.l2 < (f32 ? 3e-4 : 2.2e-3) && e.max < (f32 ? 3e-3 : 5e-3);
+        wrong += !ok;
+        std::printf("%-18s %5ld %5ld %5ld  l2 %.2e  max %.2e%s%s\n", v.name, long(m), long(n), long(k), e.l2, e.max,
+                    e.guard ? "" : "  WRITES BEYOND", ok ? "" : "  WRONG");
+        std::fflush(stdout);
+      }
+    }
+  }
+  std::printf("%d wrong\n", wrong);
+  return wrong != 0;
+}
+
+int Time(int64_t m, int64_t n, int64_t k, bool vector_b, const char* list) {
+  CublasLt lt;
+  const size_t set_bytes = (m + n) * k + 2 * m * n;
+  const int sets = std::max<int>(2, std::min<int64_t>(8, (300 << 20) / set_bytes));
+  std::vector<std::unique_ptr<Problem>> problems;
+  for (int i = 0; i < sets; ++i) problems.push_back(std::make_unique<Problem>(m, n, k, vector_b, false, false, i + 1));
+
+  struct Entry {
+    std::string name;
+    std::function<void(int set)> run;
+    std::vector<float> times;
+    Errors errors = {};
+  };
+  std::vector<Entry> entries;
+  const CublasLt::Plan block = lt.Prepare(problems[0]->args, true, false);
+  const CublasLt::Plan fast = lt.Prepare(problems[0]->args, false, true);
+  for (size_t i = 0; i < block.algorithms.size(); ++i)
+    entries.push_back({"lt_block_" + std::to_string(i), [&, i](int s) { lt.Run(block, i, problems[s]->args); }});
+  if (!fast.algorithms.empty())
+    entries.push_back({"lt_tensor_fast", [&](int s) { lt.Run(fast, 0, problems[s]->args); }});
+  for (const Variant& v : kVariants)
+    if (v.vector_b == vector_b && !v.out_f32 && Wanted(v.name, list))
+      entries.push_back({v.name, [&](int s) { CHECK_CUDA(v.launch(problems[s]->args, v.raster, nullptr)); }});
+
+  // Values of a few rows; the per-tensor product has other scales.
+  const int64_t step = std::max<int64_t>(1, m / 8 + 1);
+  const std::vector<double> expected = Expected(problems[0]->args, step);
+  for (Entry& e : entries) {
+    Poison(problems[0]->args);
+    e.run(0);
+    CHECK_CUDA(cudaDeviceSynchronize());
+    e.errors = Compare(problems[0]->args, expected, step);
+  }
+
+  cudaEvent_t begin, end;
+  CHECK_CUDA(cudaEventCreate(&begin));
+  CHECK_CUDA(cudaEventCreate(&end));
+  const double flops = 2.0 * m * n * k;
+  const int iterations = std::max(4, static_cast<int>(6e-3 * 1.1e15 / flops));  // about 6 ms
+  const int rounds = 11;
+  for (int round = -2; round < rounds; ++round) {
+    for (Entry& e : entries) {
+      e.run(0);  // whoever comes before leaves its clock and cache
+      CHECK_CUDA(cudaEventRecord(begin));
+      for (int i = 0; i < iterations; ++i) e.run((i + 1) % sets);
+      CHECK_CUDA(cudaEventRecord(end));
+      CHECK_CUDA(cudaEventSynchronize(end));
+      float ms = 0;
+      CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
+      if (round >= 0) e.times.push_back(ms / iterations);
+    }
+  }
+  for (Entry& e : entries) {
+    std::sort(e.times.begin(), e.times.end());
+    const float median = e.times[e.times.size() / 2];
+    std::printf(
+        "{\"shape\": [%ld, %ld, %ld], \"b\": \"%s\", \"name\": \"%s\", \"ms\": %.4f, \"min_ms\": %.4f, \"max_ms\": %.4f, "
+        "\"tflops\": %.0f, \"l2\": %.2e}\n",
+        long(m), long(n), long(k), vector_b ? "1x128" : "128x128", e.name.c_str(), median, e.times.front(),
+        e.times.back(), flops / median / 1e9, e.errors.l2);
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "";
+  if (mode == "check") return Check(argc > 2 ? argv[2] : nullptr);
+  if (mode == "time" && argc > 5)
+    return Time(std::atol(argv[2]), std::atol(argv[3]), std::atol(argv[4]), std::string(argv[5]) == "vector",
+                argc > 6 ? argv[6] : nullptr);
+  std::fprintf(stderr, "usage: %s check [names] | time M N K block|vector [names]\n", argv[0]);
+  return 2;
+}
