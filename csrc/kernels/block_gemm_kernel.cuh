@@ -17,19 +17,21 @@ constexpr int kBlockK = 128;  // the extent of a scale along K, and a row of a t
 // kVectorB: b has a scale per row and K block (1 x 128); else per 128 rows and K block.
 // kPartials: accumulators of one K block per warpgroup; 2 keep the tensor cores busy while one of them is promoted.
 // kOrdered: two warpgroups issue their products in turn.
+// kDeferred: a wave is written while the next one is multiplied.
 template <int kGroups_, int kWaves_, int kN_, int kStages_, int kCluster_, bool kShareA_, bool kVectorB_,
-          int kPartials_ = 1, bool kOrdered_ = false, class Out_ = __nv_bfloat16>
+          int kPartials_ = 1, bool kOrdered_ = false, bool kDeferred_ = true, class Out_ = __nv_bfloat16>
 struct BlockGemmConfig {
   static constexpr int kGroups = kGroups_, kWaves = kWaves_, kN = kN_, kStages = kStages_, kCluster = kCluster_;
   static constexpr bool kShareA = kShareA_, kVectorB = kVectorB_, kOrdered = kOrdered_;
+  static constexpr bool kDeferred = kDeferred_ && kPartials_ == 1;
   static constexpr int kPartials = kPartials_;
   using Out = Out_;
 
   static constexpr int kM = kGroups * kWaves * 64;
   static constexpr int kThreads = (kGroups + 1) * 128;
   // Registers of a thread: what is compiled for at entry, 65536 / kThreads, is dealt out anew between the roles.
-  static constexpr int kMathRegisters = kGroups == 3 ? 152 : kN > 128 ? 240 : 232;
-  static constexpr int kLoadRegisters = kGroups == 3 ? 56 : kN > 128 ? 24 : 40;
+  static constexpr int kMathRegisters = kGroups == 3 ? 160 : kN > 128 ? 240 : 232;
+  static constexpr int kLoadRegisters = kGroups == 3 ? 32 : kN > 128 ? 24 : 40;
 
   static constexpr int kBytesA = kM * kBlockK, kBytesB = kN * kBlockK;
   static constexpr int kBytesScaleA = kM * 4, kBytesScaleB = kVectorB ? kN * 4 : 0;
@@ -275,13 +277,23 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     };
     if (Config::kOrdered && group == 1) asm volatile("barrier.cta.arrive 1, 256;" ::: "memory");
 
+    float sums[Config::kWaves][kN / 2];
+    const auto zero = [&](int wave) {
+#pragma unroll
+      for (int i = 0; i < kN / 2; ++i) sums[wave][i] = 0;
+    };
+    const auto write = [&](int wave, int2 at) {
+      WriteWave<Config>(sums[wave], p, at.x + thread_row + 64 * wave, at.y, lane);
+    };
+    constexpr int kLastWave = Config::kWaves - 1;
+    int2 before = {-1, 0};  // the tile before, whose last wave isn't written yet
+
     for (int tile = first_tile; tile < tiles.Count(); tile += tile_step) {
       const int2 at = origin(tile);
-      float sums[Config::kWaves][kN / 2];
+      if constexpr (!Config::kDeferred) {
 #pragma unroll
-      for (int w = 0; w < Config::kWaves; ++w)
-#pragma unroll
-        for (int i = 0; i < kN / 2; ++i) sums[w][i] = 0;
+        for (int w = 0; w < Config::kWaves; ++w) zero(w);
+      }
 
       const float* column_scales[Factors::kColumnBlocks];
 #pragma unroll
@@ -338,6 +350,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #pragma unroll
           for (int w = 0; w < Config::kWaves; ++w) {
             issue(partial, w);
+            if constexpr (Config::kDeferred) {
+              if (w > 0 && k == p.k_blocks - 1) write(w - 1, at);
+              if (k == 0) {
+                if (w == 0 && before.x >= 0) write(kLastWave, before);
+                zero(w);
+              }
+            }
             WgmmaWait<0>();
             Pin(partial);
             if (!Config::kVectorB && w == Config::kWaves - 1) release(place.stage);
@@ -379,10 +398,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           finish(std::integral_constant<int, 0>{}, 0);
         }
       }
+      if constexpr (Config::kDeferred) {
+        before = at;
+      } else {
 #pragma unroll
-      for (int w = 0; w < Config::kWaves; ++w)
-        WriteWave<Config>(sums[w], p, at.x + thread_row + 64 * w, at.y, lane);
+        for (int w = 0; w < Config::kWaves; ++w) write(w, at);
+      }
     }
+    if (Config::kDeferred && before.x >= 0) write(kLastWave, before);
   }
   // No block may end while others of its cluster still write to its shared memory or arrive at its barriers.
   if constexpr (kCluster > 1) {
