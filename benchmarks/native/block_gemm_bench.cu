@@ -103,8 +103,8 @@ struct Problem {
       return p;
     };
     args = {m, n, k, fp8(m * k, 8 * seed), scales(blocks * padded(m), 8 * seed + 2), fp8(n * k, 8 * seed + 4),
-            scales(vector_b ? blocks * padded(n) : (n + 127) / 128 * padded(blocks), 8 * seed + 6), vector_b,
-            Own(OutBytes(m, n, out_f32) + kGuard), out_f32};
+            scales(vector_b ? blocks * padded(n) : (n + 127) / 128 * padded(blocks), 8 * seed + 6), padded(blocks),
+            vector_b, Own(OutBytes(m, n, out_f32) + kGuard), out_f32};
     CHECK_CUDA(cudaGetLastError());
   }
   ~Problem() {

@@ -61,7 +61,7 @@ cudaError_t LaunchBlockGemmAs(const BlockGemmArgs& args, int raster, cudaStream_
     scale_b = scale_a;  // not read
   }
   const BlockGemmParams params{static_cast<int>(args.m), static_cast<int>(args.n), static_cast<int>(k_blocks), args.n,
-                               args.out, args.scale_b, static_cast<int>(padded(k_blocks)), raster};
+                               args.out, args.scale_b, static_cast<int>(args.ld_scale_b), raster};
 
   int device = 0, multiprocessors = 0;
   cudaError_t error = cudaGetDevice(&device);
