@@ -1,44 +1,30 @@
 // Checks the own block-scaled FP8 product against an fp64 one on the GPU and times it beside cuBLASLt's.
 //
 //   block_gemm_bench check                          every configuration, several shapes; exit status 1 if one is wrong
-//   block_gemm_bench time M N K block|vector [names]  one JSON line a configuration (all, or those of the comma list)
+//   block_gemm_bench burst|sustained block|vector MxNxK... [names]   one JSON line a shape and configuration (all, or
+//                                                   those of the comma list)
 //
-// libcublasLt.so.13 is loaded at run time. Data are normal, quantized so that a block's maximum is near 448.
-#include <cublasLt.h>
+// What power leaves of the clock differs with what ran before: rates come with the clock they were measured at. Data are normal, quantized so that a block's maximum is near 448.
 #include <cuda_fp8.h>
-#include <dlfcn.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "benchmarks/native/block_gemm_lt.cuh"
 #include "csrc/kernels/block_gemm_launch.cuh"
 
 namespace {
 
 using namespace te_jax::kernels;
-
-#define CHECK_CUDA(call)                                                                        \
-  do {                                                                                          \
-    const cudaError_t error_ = (call);                                                          \
-    if (error_ != cudaSuccess) {                                                                \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error_));      \
-      std::exit(2);                                                                             \
-    }                                                                                           \
-  } while (0)
-#define CHECK_LT(call)                                                             \
-  do {                                                                             \
-    const int status_ = (call);                                                    \
-    if (status_ != 0) {                                                            \
-      std::fprintf(stderr, "%s:%d: cuBLASLt status %d\n", __FILE__, __LINE__, status_); \
-      std::exit(2);                                                                \
-    }                                                                              \
-  } while (0)
 
 // ---- data ----
 __device__ uint32_t Hash(uint64_t x) {
@@ -132,116 +118,30 @@ constexpr Variant Make(const char* name, int raster) {
   return {name, Config::kVectorB, std::is_same_v<typename Config::Out, float>, raster, LaunchBlockGemmAs<Config>};
 }
 const Variant kVariants[] = {
-    Make<BlockGemmConfig<2, 2, 128, 4, 1, true, false>>("256x128_c1", 8),
-    Make<BlockGemmConfig<2, 2, 128, 4, 1, true, false>>("256x128_c1_r16", 16),
-    Make<BlockGemmConfig<2, 2, 128, 4, 1, true, false, 1, false, false>>("256x128_c1_now", 8),
-    Make<BlockGemmConfig<2, 2, 128, 4, 1, true, false, 1, true>>("256x128_c1_ord", 8),
-    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, false>>("256x128_c2a_r4", 4),
-    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, false>>("256x128_c2a_r8", 8),
-    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, false>>("256x128_c2a_r16", 16),
-    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, false, 1, false, false>>("256x128_c2a_now", 8),
-    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, false, 1, true>>("256x128_c2a_ord", 8),
-    Make<BlockGemmConfig<2, 2, 128, 4, 2, false, false>>("256x128_c2b_r4", 4),
-    Make<BlockGemmConfig<2, 2, 128, 4, 2, false, false>>("256x128_c2b_r8", 8),
-    Make<BlockGemmConfig<3, 1, 128, 5, 1, true, false>>("192x128_c1", 10),
-    Make<BlockGemmConfig<3, 1, 128, 5, 2, true, false>>("192x128_c2a", 10),
-    Make<BlockGemmConfig<2, 1, 192, 5, 2, false, false>>("128x192_c2b", 8),
-    Make<BlockGemmConfig<2, 1, 128, 6, 2, true, false, 2>>("128x128_c2a_dbl", 16),
-    Make<BlockGemmConfig<2, 1, 128, 6, 2, false, false, 2>>("128x128_c2b_dbl", 8),
-    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, false, 1, false, true, float>>("256x128_c2a_f32", 8),
-    Make<BlockGemmConfig<2, 2, 128, 4, 1, true, true>>("v256x128_c1", 8),
-    Make<BlockGemmConfig<2, 2, 128, 4, 1, true, true, 1, false, false>>("v256x128_c1_now", 8),
-    Make<BlockGemmConfig<2, 2, 128, 4, 1, true, true, 1, true>>("v256x128_c1_ord", 8),
-    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, true>>("v256x128_c2a", 8),
-    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, true, 1, true>>("v256x128_c2a_ord", 8),
-    Make<BlockGemmConfig<2, 2, 128, 4, 2, false, true>>("v256x128_c2b", 4),
-    Make<BlockGemmConfig<3, 1, 128, 5, 1, true, true>>("v192x128_c1", 10),
-    Make<BlockGemmConfig<3, 1, 128, 5, 2, true, true>>("v192x128_c2a", 10),
-    Make<BlockGemmConfig<2, 1, 128, 6, 2, true, true, 2>>("v128x128_c2a_dbl", 16),
-    Make<BlockGemmConfig<2, 2, 128, 4, 2, true, true, 1, false, true, float>>("v256x128_c2a_f32", 8),
-};
-
-// ---- cuBLASLt ----
-class CublasLt {
- public:
-  CublasLt() {
-    void* library = dlopen("libcublasLt.so.13", RTLD_NOW);
-    if (library == nullptr) {
-      std::fprintf(stderr, "%s\n", dlerror());
-      std::exit(2);
-    }
-#define LOAD(name) name##_ = reinterpret_cast<decltype(&::name)>(dlsym(library, #name))
-    LOAD(cublasLtCreate), LOAD(cublasLtMatmul), LOAD(cublasLtMatmulDescCreate), LOAD(cublasLtMatmulDescSetAttribute);
-    LOAD(cublasLtMatrixLayoutCreate), LOAD(cublasLtMatmulPreferenceCreate), LOAD(cublasLtMatmulPreferenceSetAttribute);
-    LOAD(cublasLtMatmulAlgoGetHeuristic);
-#undef LOAD
-    CHECK_LT(cublasLtCreate_(&handle_));
-    CHECK_CUDA(cudaMalloc(&workspace_, kWorkspace));
-  }
-
-  // Column-major there: out^T = (b^T)^T * a^T. block: scales of 128 elements; else scalars (the first of each), with or
-  // without fast accumulation.
-  struct Plan {
-    cublasLtMatmulDesc_t description;
-    cublasLtMatrixLayout_t a, b, out;
-    std::vector<cublasLtMatmulAlgo_t> algorithms;
-  };
-  Plan Prepare(const BlockGemmArgs& p, bool block, bool fast) {
-    Plan plan{};
-    CHECK_LT(cublasLtMatmulDescCreate_(&plan.description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    const auto set = [&](cublasLtMatmulDescAttributes_t which, auto value) {
-      CHECK_LT(cublasLtMatmulDescSetAttribute_(plan.description, which, &value, sizeof value));
-    };
-    set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
-    set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
-    set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(fast));
-    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.scale_b);
-    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.scale_a);
-    if (block) {
-      set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE,
-          p.vector_b ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F : CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F);
-      set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F);
-    }
-    CHECK_LT(cublasLtMatrixLayoutCreate_(&plan.a, CUDA_R_8F_E4M3, p.k, p.n, p.k));
-    CHECK_LT(cublasLtMatrixLayoutCreate_(&plan.b, CUDA_R_8F_E4M3, p.k, p.m, p.k));
-    CHECK_LT(cublasLtMatrixLayoutCreate_(&plan.out, p.out_f32 ? CUDA_R_32F : CUDA_R_16BF, p.n, p.m, p.n));
-    cublasLtMatmulPreference_t preference;
-    CHECK_LT(cublasLtMatmulPreferenceCreate_(&preference));
-    const size_t workspace = kWorkspace;
-    CHECK_LT(cublasLtMatmulPreferenceSetAttribute_(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
-                                                   sizeof workspace));
-    cublasLtMatmulHeuristicResult_t results[8];
-    int found = 0;
-    cublasLtMatmulAlgoGetHeuristic_(handle_, plan.description, plan.a, plan.b, plan.out, plan.out, preference, 8,
-                                    results, &found);
-    for (int i = 0; i < found; ++i) plan.algorithms.push_back(results[i].algo);
-    return plan;
-  }
-  void Run(const Plan& plan, int algorithm, const BlockGemmArgs& p) {
-    const auto set = [&](cublasLtMatmulDescAttributes_t which, auto value) {
-      CHECK_LT(cublasLtMatmulDescSetAttribute_(plan.description, which, &value, sizeof value));
-    };
-    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.scale_b);
-    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.scale_a);
-    const float one = 1, zero = 0;
-    CHECK_LT(cublasLtMatmul_(handle_, plan.description, &one, p.b, plan.a, p.a, plan.b, &zero, p.out, plan.out, p.out,
-                             plan.out, &plan.algorithms[algorithm], workspace_, kWorkspace, nullptr));
-  }
-
- private:
-  static constexpr size_t kWorkspace = 64 << 20;
-#define DECLARE(name) decltype(&::name) name##_ = nullptr
-  DECLARE(cublasLtCreate);
-  DECLARE(cublasLtMatmul);
-  DECLARE(cublasLtMatmulDescCreate);
-  DECLARE(cublasLtMatmulDescSetAttribute);
-  DECLARE(cublasLtMatrixLayoutCreate);
-  DECLARE(cublasLtMatmulPreferenceCreate);
-  DECLARE(cublasLtMatmulPreferenceSetAttribute);
-  DECLARE(cublasLtMatmulAlgoGetHeuristic);
-#undef DECLARE
-  cublasLtHandle_t handle_ = nullptr;
-  void* workspace_ = nullptr;
+    Make<BlockGemmConfig<2, 2, 4, 1, true, false>>("256x128_c1", 8),
+    Make<BlockGemmConfig<2, 2, 4, 1, true, false>>("256x128_c1_r16", 16),
+    Make<BlockGemmConfig<2, 2, 4, 2, true, false>>("256x128_c2a", 8),
+    Make<BlockGemmConfig<2, 2, 4, 2, true, false>>("256x128_c2a_r16", 16),
+    Make<BlockGemmConfig<2, 2, 4, 2, false, false>>("256x128_c2b_r4", 4),
+    Make<BlockGemmConfig<2, 2, 4, 2, false, false>>("256x128_c2b", 8),
+    Make<BlockGemmConfig<2, 1, 6, 2, true, false, 2>>("128x128_c2a_dbl", 16),
+    Make<BlockGemmConfig<2, 1, 6, 2, false, false, 2>>("128x128_c2b_dbl", 8),
+    Make<BlockGemmConfig<3, 1, 5, 1, true, false>>("192x128_c1", 10),
+    Make<BlockGemmConfig<3, 1, 5, 2, true, false>>("192x128_c2a", 10),
+    Make<BlockGemmConfig<3, 1, 5, 2, false, false>>("192x128_c2b", 5),
+    Make<BlockGemmConfig<2, 2, 4, 2, true, false, 1, 0, float>>("256x128_c2a_f32", 8),
+    Make<BlockGemmConfig<2, 2, 4, 1, true, true>>("v256x128_c1", 8),
+    Make<BlockGemmConfig<2, 2, 4, 2, true, true>>("v256x128_c2a", 8),
+    Make<BlockGemmConfig<2, 2, 4, 2, true, true, 1, 4>>("v256x128_c2a_a4", 8),
+    Make<BlockGemmConfig<2, 2, 4, 2, false, true>>("v256x128_c2b", 4),
+    Make<BlockGemmConfig<2, 1, 6, 2, true, true, 2>>("v128x128_c2a_dbl", 16),
+    Make<BlockGemmConfig<2, 1, 6, 2, false, true, 2>>("v128x128_c2b_dbl", 8),
+    Make<BlockGemmConfig<2, 1, 6, 2, true, true, 2, 8>>("v128x128_c2a_dbl_a8", 16),
+    Make<BlockGemmConfig<3, 1, 5, 1, true, true>>("v192x128_c1", 10),
+    Make<BlockGemmConfig<3, 1, 5, 2, true, true>>("v192x128_c2a", 10),
+    Make<BlockGemmConfig<3, 1, 5, 2, true, true, 1, 8>>("v192x128_c2a_a8", 10),
+    Make<BlockGemmConfig<3, 1, 5, 2, false, true, 1, 8>>("v192x128_c2b_a8", 5),
+    Make<BlockGemmConfig<2, 2, 4, 2, true, true, 1, 0, float>>("v256x128_c2a_f32", 8),
 };
 
 // ---- comparison ----
@@ -322,8 +222,62 @@ int Check(const char* list) {
   return wrong != 0;
 }
 
-int Time(int64_t m, int64_t n, int64_t k, bool vector_b, const char* list) {
-  CublasLt lt;
+// ---- time, and the clock at which it passes ----
+// cycles[sm], nanoseconds[sm]: what the multiprocessors' counters say now.
+__global__ void ReadClocks(int64_t* cycles, int64_t* nanoseconds) {
+  uint32_t sm;
+  asm("mov.u32 %0, %%smid;" : "=r"(sm));
+  int64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  cycles[sm] = clock64();
+  nanoseconds[sm] = now;
+}
+class Stopwatch {
+ public:
+  static constexpr int kMost = 256;
+  struct Reading {
+    double ms, mhz;
+  };
+  Stopwatch() {
+    CHECK_CUDA(cudaMalloc(&device_, sizeof counters_));
+    for (auto& e : events_) CHECK_CUDA(cudaEventCreate(&e));
+  }
+  ~Stopwatch() {
+    cudaFree(device_);
+    for (auto& e : events_) cudaEventDestroy(e);
+  }
+  template <class Work>
+  Reading Measure(int times, Work work) {
+    CHECK_CUDA(cudaMemsetAsync(device_, 0, sizeof counters_));
+    ReadClocks<<<132, 1>>>(device_, device_ + kMost);
+    CHECK_CUDA(cudaEventRecord(events_[0]));
+    for (int i = 0; i < times; ++i) work(i);
+    CHECK_CUDA(cudaEventRecord(events_[1]));
+    ReadClocks<<<132, 1>>>(device_ + 2 * kMost, device_ + 3 * kMost);
+    CHECK_CUDA(cudaMemcpy(counters_, device_, sizeof counters_, cudaMemcpyDeviceToHost));
+    float ms = 0;
+    CHECK_CUDA(cudaEventElapsedTime(&ms, events_[0], events_[1]));
+    std::vector<double> mhz;
+    for (int i = 0; i < kMost; ++i) {
+      const int64_t* c = counters_ + i;
+      if (c[0] != 0 && c[2 * kMost] != 0)
+        mhz.push_back(1e3 * (c[2 * kMost] - c[0]) / std::max<int64_t>(1, c[3 * kMost] - c[kMost]));
+    }
+    std::sort(mhz.begin(), mhz.end());
+    return {ms / times, mhz.empty() ? 0 : mhz[mhz.size() / 2]};
+  }
+
+ private:
+  int64_t* device_ = nullptr;
+  int64_t counters_[4 * kMost];
+  cudaEvent_t events_[2];
+};
+
+// Short runs after pauses, so that no one's heat is another's clock, in an order of its own in each of kRounds rounds; or
+// `sustained`: each for 0.25 s, of which the last third counts.
+int Time(int64_t m, int64_t n, int64_t k, bool vector_b, bool sustained, const char* list) {
+  constexpr int kRounds = 9;
+  static CublasLt lt;
   const size_t set_bytes = (m + n) * k + 2 * m * n;
   const int sets = std::max<int>(2, std::min<int64_t>(8, (300 << 20) / set_bytes));
   std::vector<std::unique_ptr<Problem>> problems;
@@ -332,13 +286,13 @@ int Time(int64_t m, int64_t n, int64_t k, bool vector_b, const char* list) {
   struct Entry {
     std::string name;
     std::function<void(int set)> run;
-    std::vector<float> times;
+    std::vector<Stopwatch::Reading> readings = {};
     Errors errors = {};
   };
   std::vector<Entry> entries;
   const CublasLt::Plan block = lt.Prepare(problems[0]->args, true, false);
   const CublasLt::Plan fast = lt.Prepare(problems[0]->args, false, true);
-  for (size_t i = 0; i < block.algorithms.size(); ++i)
+  for (size_t i = 0; i < block.algorithms.size() && i < 3; ++i)
     entries.push_back({"lt_block_" + std::to_string(i), [&, i](int s) { lt.Run(block, i, problems[s]->args); }});
   if (!fast.algorithms.empty())
     entries.push_back({"lt_tensor_fast", [&](int s) { lt.Run(fast, 0, problems[s]->args); }});
@@ -356,32 +310,41 @@ int Time(int64_t m, int64_t n, int64_t k, bool vector_b, const char* list) {
     e.errors = Compare(problems[0]->args, expected, step);
   }
 
-  cudaEvent_t begin, end;
-  CHECK_CUDA(cudaEventCreate(&begin));
-  CHECK_CUDA(cudaEventCreate(&end));
+  Stopwatch watch;
   const double flops = 2.0 * m * n * k;
-  const int iterations = std::max(4, static_cast<int>(6e-3 * 1.1e15 / flops));  // about 6 ms
-  const int rounds = 11;
-  for (int round = -2; round < rounds; ++round) {
-    for (Entry& e : entries) {
-      e.run(0);  // whoever comes before leaves its clock and cache
-      CHECK_CUDA(cudaEventRecord(begin));
-      for (int i = 0; i < iterations; ++i) e.run((i + 1) % sets);
-      CHECK_CUDA(cudaEventRecord(end));
-      CHECK_CUDA(cudaEventSynchronize(end));
-      float ms = 0;
-      CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-      if (round >= 0) e.times.push_back(ms / iterations);
+  const auto times = [&](double seconds) { return std::max(4, static_cast<int>(seconds * 1.1e15 / flops)); };
+  const auto measure = [&](Entry& e, double seconds) {
+    return watch.Measure(times(seconds), [&](int i) { e.run((i + 1) % sets); });
+  };
+  std::mt19937 random(1);
+  for (int round = sustained ? 0 : -1; round < (sustained ? 1 : kRounds); ++round) {
+    std::vector<int> order(entries.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+    std::shuffle(order.begin(), order.end(), random);
+    for (int i : order) {
+      Entry& e = entries[i];
+      if (sustained) {
+        measure(e, 0.17);
+        e.readings.push_back(measure(e, 0.08));
+        continue;
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      measure(e, 1e-3);
+      const Stopwatch::Reading reading = measure(e, 4e-3);
+      if (round >= 0) e.readings.push_back(reading);
     }
   }
   for (Entry& e : entries) {
-    std::sort(e.times.begin(), e.times.end());
-    const float median = e.times[e.times.size() / 2];
+    std::sort(e.readings.begin(), e.readings.end(), [](const auto& a, const auto& b) { return a.ms < b.ms; });
+    const auto [ms, mhz] = e.readings[e.readings.size() / 2];
+    // Of the 4096 multiply-adds a cycle of a multiprocessor.
+    const double use = flops / (ms * 1e-3 * mhz * 1e6 * 132 * 8192);
     std::printf(
-        "{\"shape\": [%ld, %ld, %ld], \"b\": \"%s\", \"name\": \"%s\", \"ms\": %.4f, \"min_ms\": %.4f, \"max_ms\": %.4f, "
-        "\"tflops\": %.0f, \"l2\": %.2e}\n",
-        long(m), long(n), long(k), vector_b ? "1x128" : "128x128", e.name.c_str(), median, e.times.front(),
-        e.times.back(), flops / median / 1e9, e.errors.l2);
+        "{\"shape\": [%ld, %ld, %ld], \"b\": \"%s\", \"how\": \"%s\", \"name\": \"%s\", \"ms\": %.4f, \"min_ms\": %.4f, "
+        "\"max_ms\": %.4f, \"tflops\": %.0f, \"mhz\": %.0f, \"peak_share\": %.3f, \"l2\": %.2e}\n",
+        long(m), long(n), long(k), vector_b ? "1x128" : "128x128", sustained ? "sustained" : "burst", e.name.c_str(), ms,
+        e.readings.front().ms, e.readings.back().ms, flops / ms / 1e9, mhz, use, e.errors.l2);
+    std::fflush(stdout);
   }
   return 0;
 }
@@ -391,9 +354,17 @@ int Time(int64_t m, int64_t n, int64_t k, bool vector_b, const char* list) {
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
   if (mode == "check") return Check(argc > 2 ? argv[2] : nullptr);
-  if (mode == "time" && argc > 5)
-    return Time(std::atol(argv[2]), std::atol(argv[3]), std::atol(argv[4]), std::string(argv[5]) == "vector",
-                argc > 6 ? argv[6] : nullptr);
-  std::fprintf(stderr, "usage: %s check [names] | time M N K block|vector [names]\n", argv[0]);
+  if ((mode == "burst" || mode == "sustained") && argc > 3) {
+    const bool vector_b = std::string(argv[2]) == "vector";
+    const std::string last = argv[argc - 1];
+    const bool named = last.find('_') != std::string::npos;
+    for (int i = 3; i < argc - named; ++i) {
+      long m, n, k;
+      if (std::sscanf(argv[i], "%ldx%ldx%ld", &m, &n, &k) != 3) break;
+      Time(m, n, k, vector_b, mode == "sustained", named ? last.c_str() : nullptr);
+    }
+    return 0;
+  }
+  std::fprintf(stderr, "usage: %s check [names] | burst|sustained block|vector MxNxK... [names]\n", argv[0]);
   return 2;
 }

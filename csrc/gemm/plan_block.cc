@@ -2,11 +2,12 @@
 
 #include <limits>
 
+#include "csrc/kernels/block_gemm_tiling.h"
+
 namespace te_jax::gemm {
 namespace {
 
-// What two neighbouring blocks write together (csrc/kernels/block_gemm.cu).
-constexpr int64_t kTileM = 256, kTileN = 256, kBlocks = 2;
+// Below this share the last round of tiles costs more than the kernel gains.
 constexpr double kLeastFill = 0.8;
 
 std::string Expected(const char* what, const std::string& expected, const std::string& got) {
@@ -36,10 +37,12 @@ std::string WhyNotBlockGemm(const BlockGemmShape& s) {
 }
 
 double BlockGemmFill(const BlockGemmShape& s, int multiprocessors) {
-  const int64_t at_once = multiprocessors / kBlocks;
+  const kernels::BlockGemmTiling tiling = kernels::TilingOf(s.vector_b);
+  const int64_t at_once = multiprocessors / tiling.cluster;
   if (at_once < 1) return 0;
-  const int64_t rounds = CeilDiv(CeilDiv(s.m, kTileM) * CeilDiv(s.n, kTileN), at_once);
-  return static_cast<double>(s.m) * static_cast<double>(s.n) / (rounds * at_once * kTileM * kTileN);
+  const int64_t rows = tiling.Rows(), columns = tiling.Columns();
+  const int64_t rounds = CeilDiv(CeilDiv(s.m, rows) * CeilDiv(s.n, columns), at_once);
+  return static_cast<double>(s.m) * static_cast<double>(s.n) / static_cast<double>(rounds * at_once * rows * columns);
 }
 
 bool BlockGemmPays(const BlockGemmShape& shape, int multiprocessors) {

@@ -13,6 +13,7 @@ namespace te_jax::gemm {
 struct BlockGemmShape {
   int64_t m = 0, n = 0, k = 0;
   DType a = DType::kE4M3, b = DType::kE4M3, out = DType::kBF16;
+  bool vector_b = false;    // b is scaled by 1 x 128 blocks, not by 128 x 128 ones
   int32_t alignment = 256;  // bytes; of every matrix's and scale array's address
 };
 

@@ -1,24 +1,23 @@
 #include "csrc/kernels/block_gemm.h"
 
 #include "csrc/kernels/block_gemm_launch.cuh"
+#include "csrc/kernels/block_gemm_tiling.h"
 
 namespace te_jax::kernels {
 namespace {
 
-// Two blocks of 256 x 128, neighbours along N, that share A. csrc/gemm/plan_block.cc counts these tiles.
 template <bool kVectorB, class Out>
-using Config = BlockGemmConfig<2, 2, 128, 4, 2, true, kVectorB, 1, false, true, Out>;
-constexpr int kRaster = 8;
+cudaError_t Launch(const BlockGemmArgs& args, cudaStream_t stream) {
+  constexpr BlockGemmTiling t = TilingOf(kVectorB);
+  using Config = BlockGemmConfig<t.groups, t.waves, t.stages, t.cluster, t.share_a, kVectorB, t.partials, t.ahead, Out>;
+  return LaunchBlockGemmAs<Config>(args, t.raster, stream);
+}
 
 }  // namespace
 
 cudaError_t LaunchBlockGemm(const BlockGemmArgs& args, cudaStream_t stream) {
-  if (args.vector_b) {
-    return args.out_f32 ? LaunchBlockGemmAs<Config<true, float>>(args, kRaster, stream)
-                        : LaunchBlockGemmAs<Config<true, __nv_bfloat16>>(args, kRaster, stream);
-  }
-  return args.out_f32 ? LaunchBlockGemmAs<Config<false, float>>(args, kRaster, stream)
-                      : LaunchBlockGemmAs<Config<false, __nv_bfloat16>>(args, kRaster, stream);
+  if (args.vector_b) return args.out_f32 ? Launch<true, float>(args, stream) : Launch<true, __nv_bfloat16>(args, stream);
+  return args.out_f32 ? Launch<false, float>(args, stream) : Launch<false, __nv_bfloat16>(args, stream);
 }
 
 }  // namespace te_jax::kernels

@@ -10,26 +10,25 @@ namespace te_jax::kernels {
 
 constexpr int kBlockK = 128;  // the extent of a scale along K, and a row of a tile: 128 bytes
 
-// kGroups warpgroups multiply, each kWaves times 64 rows; a tile is kGroups * kWaves * 64 rows by kN columns.
+// kGroups warpgroups multiply, each kWaves times 64 rows; a tile is kGroups * kWaves * 64 rows by 128 columns.
 // kCluster blocks share A (neighbours along N) or B (neighbours along M).
 // kVectorB: b has a scale per row and K block (1 x 128); else per 128 rows and K block.
 // kPartials: accumulators of one K block per warpgroup; 2 keep the tensor cores busy while one of them is promoted.
-// kOrdered: two warpgroups issue their products in turn.
-// kDeferred: a wave is written while the next one is multiplied.
-template <int kGroups_, int kWaves_, int kN_, int kStages_, int kCluster_, bool kShareA_, bool kVectorB_,
-          int kPartials_ = 1, bool kOrdered_ = false, bool kDeferred_ = true, class Out_ = __nv_bfloat16>
+// kAhead: of a 1 x 128 scaled b, the pairs of column scales (of a thread's 16) that are read while products are waited
+// for.
+template <int kGroups_, int kWaves_, int kStages_, int kCluster_, bool kShareA_, bool kVectorB_, int kPartials_ = 1,
+          int kAhead_ = 0, class Out_ = __nv_bfloat16>
 struct BlockGemmConfig {
-  static constexpr int kGroups = kGroups_, kWaves = kWaves_, kN = kN_, kStages = kStages_, kCluster = kCluster_;
-  static constexpr bool kShareA = kShareA_, kVectorB = kVectorB_, kOrdered = kOrdered_;
-  static constexpr bool kDeferred = kDeferred_ && kPartials_ == 1;
-  static constexpr int kPartials = kPartials_;
+  static constexpr int kGroups = kGroups_, kWaves = kWaves_, kStages = kStages_, kCluster = kCluster_;
+  static constexpr bool kShareA = kShareA_, kVectorB = kVectorB_;
+  static constexpr int kPartials = kPartials_, kAhead = kVectorB ? kAhead_ : 0;
   using Out = Out_;
 
-  static constexpr int kM = kGroups * kWaves * 64;
+  static constexpr int kM = kGroups * kWaves * 64, kN = 128;
   static constexpr int kThreads = (kGroups + 1) * 128;
   // Registers of a thread: what is compiled for at entry, 65536 / kThreads, is dealt out anew between the roles.
-  static constexpr int kMathRegisters = kGroups == 3 ? 160 : kN > 128 ? 240 : 232;
-  static constexpr int kLoadRegisters = kGroups == 3 ? 32 : kN > 128 ? 24 : 40;
+  static constexpr int kMathRegisters = kGroups == 3 ? 160 : 232;
+  static constexpr int kLoadRegisters = kGroups == 3 ? 32 : 40;
 
   static constexpr int kBytesA = kM * kBlockK, kBytesB = kN * kBlockK;
   static constexpr int kBytesScaleA = kM * 4, kBytesScaleB = kVectorB ? kN * 4 : 0;
@@ -41,8 +40,8 @@ struct BlockGemmConfig {
   static constexpr int kBoxRowsA = kM / (kShareA ? kCluster : 1), kBoxRowsB = kN / (kShareA ? 1 : kCluster);
   static_assert(kGroups == 2 || kGroups == 3);
   static_assert(kPartials == 1 || kWaves == 1);
-  static_assert(!kOrdered || kGroups == 2);
-  static_assert(kN % 32 == 0 && kN <= 192 && kM <= 256);
+  static_assert(kAhead >= 0 && kAhead <= kN / 8);
+  static_assert(kM <= 256);
   static_assert(kSharedBytes <= 227 * 1024);
 };
 

@@ -10,45 +10,47 @@
 
 namespace te_jax::kernels {
 
-// Factors of one thread's accumulators: rows lane / 4 and + 8 of each wave, for up to two blocks of 128 columns.
+// Factors of one thread's accumulators: rows lane / 4 and + 8 of each wave, and of a 128 x 128 scaled b the columns.
 template <class Config>
 struct BlockFactors {
-  static constexpr int kColumnBlocks = Config::kN % 128 == 0 ? 1 : 2;
   float rows[Config::kWaves][2];
-  float columns[kColumnBlocks];
+  float columns;
 };
 
-// sums += partial * factors. `columns` are the columns' factors of a 1 x 128 scaled b, `first_block` the groups of 8
-// columns that belong to the first block of 128.
+// Of a 1 x 128 scaled b, the first pairs of column factors of a thread: columns 2 * (lane % 4) and + 1 of groups of 8.
+template <class Config>
+struct ColumnsAhead {
+  float2 pairs[Config::kAhead > 0 ? Config::kAhead : 1];
+
+  __device__ void Read(const float* columns) {
+#pragma unroll
+    for (int j = 0; j < Config::kAhead; ++j) pairs[j] = *reinterpret_cast<const float2*>(columns + 8 * j);
+  }
+};
+
+// sums += partial * factors. `columns` are the columns' factors of a 1 x 128 scaled b.
 template <class Config>
 __device__ inline void Promote(float (&sums)[Config::kN / 2], const float (&partial)[Config::kN / 2],
-                               const BlockFactors<Config>& factors, int wave, const float* columns, int first_block) {
+                               const BlockFactors<Config>& factors, int wave, const float* columns,
+                               const ColumnsAhead<Config>& ahead) {
   if constexpr (Config::kVectorB) {
     const float low = factors.rows[wave][0], high = factors.rows[wave][1];
 #pragma unroll
     for (int j = 0; j < Config::kN / 8; ++j) {
-      const float2 b = *reinterpret_cast<const float2*>(columns + 8 * j);
+      const float2 b = j < Config::kAhead ? ahead.pairs[j] : *reinterpret_cast<const float2*>(columns + 8 * j);
       sums[4 * j] += partial[4 * j] * low * b.x;
       sums[4 * j + 1] += partial[4 * j + 1] * low * b.y;
       sums[4 * j + 2] += partial[4 * j + 2] * high * b.x;
       sums[4 * j + 3] += partial[4 * j + 3] * high * b.y;
     }
   } else {
-    constexpr int kBlocks = BlockFactors<Config>::kColumnBlocks;
-    float low[kBlocks], high[kBlocks];
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      low[i] = factors.rows[wave][0] * factors.columns[i];
-      high[i] = factors.rows[wave][1] * factors.columns[i];
-    }
+    const float low = factors.rows[wave][0] * factors.columns, high = factors.rows[wave][1] * factors.columns;
 #pragma unroll
     for (int j = 0; j < Config::kN / 8; ++j) {
-      const bool last = kBlocks > 1 && j >= first_block;
-      const float a = last ? low[kBlocks - 1] : low[0], b = last ? high[kBlocks - 1] : high[0];
-      sums[4 * j] += partial[4 * j] * a;
-      sums[4 * j + 1] += partial[4 * j + 1] * a;
-      sums[4 * j + 2] += partial[4 * j + 2] * b;
-      sums[4 * j + 3] += partial[4 * j + 3] * b;
+      sums[4 * j] += partial[4 * j] * low;
+      sums[4 * j + 1] += partial[4 * j + 1] * low;
+      sums[4 * j + 2] += partial[4 * j + 2] * high;
+      sums[4 * j + 3] += partial[4 * j + 3] * high;
     }
   }
 }

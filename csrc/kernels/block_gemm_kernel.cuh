@@ -100,36 +100,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         ArriveAt(empty + 8 * stage, lane);
       }
     };
-    if (Config::kOrdered && group == 1) asm volatile("barrier.cta.arrive 1, 256;" ::: "memory");
-
-    float sums[Config::kWaves][kN / 2];
-    const auto zero = [&](int wave) {
-#pragma unroll
-      for (int i = 0; i < kN / 2; ++i) sums[wave][i] = 0;
-    };
-    const auto write = [&](int wave, int2 at) {
-      WriteWave<Config>(sums[wave], p, at.x + thread_row + 64 * wave, at.y, lane);
-    };
-    constexpr int kLastWave = Config::kWaves - 1;
-    int2 before = {-1, 0};  // the tile before, whose last wave isn't written yet
-
     for (int tile = first_tile; tile < tiles.Count(); tile += tile_step) {
       const int2 at = origin(tile);
-      if constexpr (!Config::kDeferred) {
+      float sums[Config::kWaves][kN / 2];
 #pragma unroll
-        for (int w = 0; w < Config::kWaves; ++w) zero(w);
-      }
+      for (int w = 0; w < Config::kWaves; ++w)
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) sums[w][i] = 0;
 
-      const float* column_scales[Factors::kColumnBlocks];
-#pragma unroll
-      for (int i = 0; i < Factors::kColumnBlocks; ++i)
-        column_scales[i] = p.scale_b + min(at.y / 128 + i, (p.n - 1) / 128) * int64_t{p.ld_scale_b};
-      const int first_block = (128 - at.y % 128) / 8;
-      float next_columns[Factors::kColumnBlocks] = {};  // read a K block ahead
-      if constexpr (!Config::kVectorB) {
-#pragma unroll
-        for (int i = 0; i < Factors::kColumnBlocks; ++i) next_columns[i] = __ldg(column_scales[i]);
-      }
+      // A cluster's last block may be all beyond n.
+      const float* column_scales = p.scale_b + min(at.y, p.n - 1) / kN * int64_t{p.ld_scale_b};
+      float next_columns = Config::kVectorB ? 0 : __ldg(column_scales);  // read a K block ahead
 
       // Waits for the stage at `place` and reads the scales of K block k.
       const auto begin = [&](Factors& factors, int k) {
@@ -141,27 +122,20 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           factors.rows[w][1] = rows[64 * w + 8];
         }
         if constexpr (!Config::kVectorB) {
-#pragma unroll
-          for (int i = 0; i < Factors::kColumnBlocks; ++i) {
-            factors.columns[i] = next_columns[i];
-            next_columns[i] = __ldg(column_scales[i] + min(k + 1, p.k_blocks - 1));
-          }
+          factors.columns = next_columns;
+          next_columns = __ldg(column_scales + min(k + 1, p.k_blocks - 1));
         }
       };
       // Starts partial = 64 rows of A by B of the stage at `place`.
       const auto issue = [&](float(&partial)[kN / 2], int wave) {
         const uint64_t a = group_tile_a + ((place.stage * Config::kBytesA + 64 * wave * kBlockK) >> 4);
         const uint64_t b = tile_b + ((place.stage * Config::kBytesB) >> 4);
-        if constexpr (Config::kOrdered)
-          asm volatile("barrier.cta.sync %0, 256;" ::"r"(1 + group) : "memory");
         Pin(partial);
         WgmmaFence();
 #pragma unroll
         for (int k = 0; k < kBlockK; k += 32)
           Wgmma<kN>::Issue(partial, a + (k >> 4), b + (k >> 4), k != 0);
         WgmmaCommit();
-        if constexpr (Config::kOrdered)
-          asm volatile("barrier.cta.arrive %0, 256;" ::"r"(2 - group) : "memory");
       };
       const auto columns_of = [&](int stage) {
         return Config::kVectorB ? floats(scales_b + stage * Config::kBytesScaleB) + 2 * (lane % 4) : nullptr;
@@ -175,17 +149,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #pragma unroll
           for (int w = 0; w < Config::kWaves; ++w) {
             issue(partial, w);
-            if constexpr (Config::kDeferred) {
-              if (w > 0 && k == p.k_blocks - 1) write(w - 1, at);
-              if (k == 0) {
-                if (w == 0 && before.x >= 0) write(kLastWave, before);
-                zero(w);
-              }
-            }
+            ColumnsAhead<Config> ahead;
+            ahead.Read(columns_of(place.stage));
             WgmmaWait<0>();
             Pin(partial);
             if (!Config::kVectorB && w == Config::kWaves - 1) release(place.stage);
-            Promote<Config>(sums[w], partial, factors, w, columns_of(place.stage), first_block);
+            Promote<Config>(sums[w], partial, factors, w, columns_of(place.stage), ahead);
           }
           if (Config::kVectorB) release(place.stage);
         }
@@ -195,10 +164,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         int stages[2] = {};
         // finish(i): partial[i] is done but for what was started after it.
         const auto finish = [&](auto pending, int i) {
+          ColumnsAhead<Config> ahead;
+          ahead.Read(columns_of(stages[i]));
           WgmmaWait<decltype(pending)::value>();
           Pin(partial[i]);
           if (!Config::kVectorB) release(stages[i]);
-          Promote<Config>(sums[0], partial[i], factors[i], 0, columns_of(stages[i]), first_block);
+          Promote<Config>(sums[0], partial[i], factors[i], 0, columns_of(stages[i]), ahead);
           if (Config::kVectorB) release(stages[i]);
         };
         const auto start = [&](int i, int k) {
@@ -223,14 +194,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           finish(std::integral_constant<int, 0>{}, 0);
         }
       }
-      if constexpr (Config::kDeferred) {
-        before = at;
-      } else {
 #pragma unroll
-        for (int w = 0; w < Config::kWaves; ++w) write(w, at);
-      }
+      for (int w = 0; w < Config::kWaves; ++w)
+        WriteWave<Config>(sums[w], p, at.x + thread_row + 64 * w, at.y, lane);
     }
-    if (Config::kDeferred && before.x >= 0) write(kLastWave, before);
   }
   // No block may end while others of its cluster still write to its shared memory or arrive at its barriers.
   if constexpr (kCluster > 1) {
