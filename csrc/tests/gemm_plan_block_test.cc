@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "csrc/kernels/block_gemm_tiling.h"
 #include "csrc/tests/check.h"
 
 namespace te_jax::gemm {
@@ -45,13 +46,25 @@ TEST(ReasonsNameWhatIsWrong) {
   EXPECT(WhyNotBlockGemm(shape) == "out dtype: expected bfloat16 or float32, got float16");
 }
 
+// The numbers below follow from the tilings: whoever changes those counts again.
 TEST(Fill) {
+  static_assert(kernels::kTilingByBlocks.Rows() == 256 && kernels::kTilingByBlocks.Columns() == 256);
   // 8 x 16 pairs of tiles for 66 pairs of blocks at a time: 2 rounds.
   EXPECT(Near(BlockGemmFill(Shape(2048, 4096, 4096), 132), 128.0 / 132));
   EXPECT(Near(BlockGemmFill(Shape(256, 256, 64), 132), 1.0 / 66));
   // One row more than a tile costs a tile.
   EXPECT(Near(BlockGemmFill(Shape(257, 256, 64), 2), 257.0 / 512));
   EXPECT(BlockGemmFill(Shape(256, 256, 64), 1) == 0);
+}
+
+TEST(FillWhereBothAreScaledByVectors) {
+  static_assert(kernels::kTilingByVectors.Rows() == 128 && kernels::kTilingByVectors.Columns() == 256);
+  BlockGemmShape shape = Shape(2048, 4096, 4096);  // 16 x 16 pairs of tiles: 4 rounds
+  shape.vector_b = true;
+  EXPECT(Near(BlockGemmFill(shape, 132), 256.0 / 264));
+  shape = Shape(129, 256, 64);
+  shape.vector_b = true;
+  EXPECT(Near(BlockGemmFill(shape, 2), 129.0 / 256));
 }
 
 TEST(PaysWhereTilesFillTheGpu) {
