@@ -9,7 +9,8 @@ namespace {
 template <bool kVectorB, class Out>
 cudaError_t Launch(const BlockGemmArgs& args, cudaStream_t stream) {
   constexpr BlockGemmTiling t = TilingOf(kVectorB);
-  using Config = BlockGemmConfig<t.groups, t.waves, t.stages, t.cluster, t.share_a, kVectorB, t.partials, t.ahead, Out>;
+  using Config = BlockGemmConfig<t.groups, t.waves, t.stages, t.cluster, t.share_a, kVectorB, t.partials, t.ahead,
+                                 t.ordered, Out>;
   return LaunchBlockGemmAs<Config>(args, t.raster, stream);
 }
 

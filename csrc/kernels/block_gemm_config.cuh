@@ -16,11 +16,12 @@ constexpr int kBlockK = 128;  // the extent of a scale along K, and a row of a t
 // kPartials: accumulators of one K block per warpgroup; 2 keep the tensor cores busy while one of them is promoted.
 // kAhead: of a 1 x 128 scaled b, the pairs of column scales (of a thread's 16) that are read while products are waited
 // for.
+// kOrdered: two warpgroups issue their products in turn.
 template <int kGroups_, int kWaves_, int kStages_, int kCluster_, bool kShareA_, bool kVectorB_, int kPartials_ = 1,
-          int kAhead_ = 0, class Out_ = __nv_bfloat16>
+          int kAhead_ = 0, bool kOrdered_ = false, class Out_ = __nv_bfloat16>
 struct BlockGemmConfig {
   static constexpr int kGroups = kGroups_, kWaves = kWaves_, kStages = kStages_, kCluster = kCluster_;
-  static constexpr bool kShareA = kShareA_, kVectorB = kVectorB_;
+  static constexpr bool kShareA = kShareA_, kVectorB = kVectorB_, kOrdered = kOrdered_;
   static constexpr int kPartials = kPartials_, kAhead = kVectorB ? kAhead_ : 0;
   using Out = Out_;
 
@@ -40,6 +41,7 @@ struct BlockGemmConfig {
   static constexpr int kBoxRowsA = kM / (kShareA ? kCluster : 1), kBoxRowsB = kN / (kShareA ? 1 : kCluster);
   static_assert(kGroups == 2 || kGroups == 3);
   static_assert(kPartials == 1 || kWaves == 1);
+  static_assert(!kOrdered || kGroups == 2);
   static_assert(kAhead >= 0 && kAhead <= kN / 8);
   static_assert(kM <= 256);
   static_assert(kSharedBytes <= 227 * 1024);

@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         ArriveAt(empty + 8 * stage, lane);
       }
     };
+    if (Config::kOrdered && group == 1) asm volatile("barrier.cta.arrive 1, 256;" ::: "memory");
     for (int tile = first_tile; tile < tiles.Count(); tile += tile_step) {
       const int2 at = origin(tile);
       float sums[Config::kWaves][kN / 2];
@@ -130,12 +131,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       const auto issue = [&](float(&partial)[kN / 2], int wave) {
         const uint64_t a = group_tile_a + ((place.stage * Config::kBytesA + 64 * wave * kBlockK) >> 4);
         const uint64_t b = tile_b + ((place.stage * Config::kBytesB) >> 4);
+        if constexpr (Config::kOrdered) asm volatile("barrier.cta.sync %0, 256;" ::"r"(1 + group) : "memory");
         Pin(partial);
         WgmmaFence();
 #pragma unroll
         for (int k = 0; k < kBlockK; k += 32)
           Wgmma<kN>::Issue(partial, a + (k >> 4), b + (k >> 4), k != 0);
         WgmmaCommit();
+        if constexpr (Config::kOrdered) asm volatile("barrier.cta.arrive %0, 256;" ::"r"(2 - group) : "memory");
       };
       const auto columns_of = [&](int stage) {
         return Config::kVectorB ? floats(scales_b + stage * Config::kBytesScaleB) + 2 * (lane % 4) : nullptr;

@@ -10,6 +10,7 @@ struct BlockGemmTiling {
   int groups, waves, stages, cluster;
   bool share_a;
   int partials, ahead;
+  bool ordered;
   int raster;  // tiles (of clusters) along M that are worked on together
 
   // Rows and columns of the result that a cluster works on at a time.
@@ -18,8 +19,8 @@ struct BlockGemmTiling {
 };
 
 // For a b scaled by 128 x 128 blocks, and by 1 x 128 ones. Both from measurements (docs/design/0003).
-inline constexpr BlockGemmTiling kTilingByBlocks{2, 2, 4, 2, true, 1, 0, 8};
-inline constexpr BlockGemmTiling kTilingByVectors{2, 1, 6, 2, true, 2, 0, 16};
+inline constexpr BlockGemmTiling kTilingByBlocks{2, 2, 4, 2, true, 1, 0, false, 8};
+inline constexpr BlockGemmTiling kTilingByVectors{2, 1, 6, 2, true, 2, 0, false, 16};
 
 constexpr BlockGemmTiling TilingOf(bool vector_b) { return vector_b ? kTilingByVectors : kTilingByBlocks; }
 
