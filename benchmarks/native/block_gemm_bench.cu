@@ -2,11 +2,13 @@
 //
 //   block_gemm_bench check                          every configuration, several shapes; exit status 1 if one is wrong
 //   block_gemm_bench burst|sustained block|vector MxNxK... [names]   one JSON line a shape and configuration (all, or
-//                                                   those of the comma list)
+//                                                   those of the comma list); K a multiple of 512, for cuBLASLt's scales
 //
-// What power leaves of the clock differs with what ran before: rates come with the clock they were measured at. Data are normal, quantized so that a block's maximum is near 448.
+// What power leaves of the clock differs with what ran before: rates come with the clock they were measured at. Data are
+// normal, quantized so that a block's maximum is near 448.
 #include <cuda_fp8.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -20,10 +22,11 @@
 #include <vector>
 
 #include "benchmarks/native/block_gemm_lt.cuh"
-#include "csrc/kernels/block_gemm_launch.cuh"
+#include "csrc/kernels/block_gemm.h"
 
 namespace {
 
+using namespace te_jax;
 using namespace te_jax::kernels;
 
 // ---- data ----
@@ -53,31 +56,32 @@ __global__ void FillScales(float* data, int64_t size, uint64_t seed, bool powers
 __device__ float FromFp8(uint8_t x) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3)));
 }
-__global__ void Reference(BlockGemmArgs p, int64_t step, int64_t rows, double* out) {
+__global__ void Reference(GemmArgs p, int64_t step, int64_t rows, double* out) {
   const int64_t column = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   const int64_t row = blockIdx.y * step;
   if (column >= p.n) return;
-  const int64_t blocks = (p.k + 127) / 128, ld_a = (p.m + 3) / 4 * 4;
-  const int64_t ld_b = ((p.vector_b ? p.n : blocks) + 3) / 4 * 4;
-  const uint8_t* a = static_cast<const uint8_t*>(p.a) + row * p.k;
-  const uint8_t* b = static_cast<const uint8_t*>(p.b) + column * p.k;
+  const int64_t blocks = (p.k + 127) / 128;
+  const auto* a = static_cast<const uint8_t*>(p.lhs) + row * p.k;
+  const auto* b = static_cast<const uint8_t*>(p.rhs) + column * p.k;
   double sum = 0;
   for (int64_t kb = 0; kb < blocks; ++kb) {
     double part = 0;
     for (int64_t k = kb * 128; k < min(p.k, kb * 128 + 128); ++k) part += double{FromFp8(a[k])} * FromFp8(b[k]);
-    const float sb = p.vector_b ? p.scale_b[kb * ld_b + column] : p.scale_b[column / 128 * ld_b + kb];
-    sum += part * p.scale_a[kb * ld_a + row] * sb;
+    const bool vector_b = p.rhs_scaling == Scaling::kBlock1x128;
+    const float sb = p.rhs_scale_inv[vector_b ? kb * p.n + column : column / 128 * blocks + kb];
+    sum += part * p.lhs_scale_inv[kb * p.m + row] * sb;
   }
   out[blockIdx.y * p.n + column] = sum;
 }
 
+bool IsF32(const GemmArgs& p) { return p.out_dtype == DType::kF32; }
+
 struct Problem {
-  BlockGemmArgs args;
+  GemmArgs args;
   std::vector<void*> owned;
 
   Problem(int64_t m, int64_t n, int64_t k, bool vector_b, bool out_f32, bool powers, uint64_t seed) {
-    const int64_t blocks = (k + 127) / 128;
-    const auto padded = [](int64_t x) { return (x + 3) / 4 * 4; };
+    const int64_t blocks = NumBlocks(k);
     const auto fp8 = [&](int64_t size, uint64_t s) {
       auto* p = static_cast<uint8_t*>(Own(size));
       FillFp8<<<(size + 255) / 256, 256>>>(p, size, s);
@@ -88,9 +92,15 @@ struct Problem {
       FillScales<<<(size + 255) / 256, 256>>>(p, size, s, powers);
       return p;
     };
-    args = {m, n, k, fp8(m * k, 8 * seed), scales(blocks * padded(m), 8 * seed + 2), fp8(n * k, 8 * seed + 4),
-            scales(vector_b ? blocks * padded(n) : (n + 127) / 128 * padded(blocks), 8 * seed + 6), padded(blocks),
-            vector_b, Own(OutBytes(m, n, out_f32) + kGuard), out_f32};
+    args.m = m, args.n = n, args.k = k;
+    args.lhs = fp8(m * k, 8 * seed);
+    args.lhs_scaling = Scaling::kBlock1x128;
+    args.lhs_scale_inv = scales(blocks * m, 8 * seed + 2);
+    args.rhs = fp8(n * k, 8 * seed + 4);
+    args.rhs_scaling = vector_b ? Scaling::kBlock1x128 : Scaling::kBlock128x128;
+    args.rhs_scale_inv = scales(vector_b ? blocks * n : NumBlocks(n) * blocks, 8 * seed + 6);
+    args.out_dtype = out_f32 ? DType::kF32 : DType::kBF16;
+    args.out = Own(OutBytes(m, n, out_f32) + kGuard);
     CHECK_CUDA(cudaGetLastError());
   }
   ~Problem() {
@@ -109,42 +119,11 @@ struct Problem {
 // ---- own configurations ----
 struct Variant {
   const char* name;
-  bool vector_b, out_f32;
-  int raster;
-  cudaError_t (*launch)(const BlockGemmArgs&, int raster, cudaStream_t);
+  bool vector_b;
+  int tile_rows;
+  cudaError_t Launch(const GemmArgs& args) const { return LaunchBlockGemm(args, tile_rows, nullptr); }
 };
-template <class Config>
-constexpr Variant Make(const char* name, int raster) {
-  return {name, Config::kVectorB, std::is_same_v<typename Config::Out, float>, raster, LaunchBlockGemmAs<Config>};
-}
-const Variant kVariants[] = {
-    Make<BlockGemmConfig<2, 2, 4, 1, true, false>>("256x128_c1", 8),
-    Make<BlockGemmConfig<2, 2, 4, 1, true, false>>("256x128_c1_r16", 16),
-    Make<BlockGemmConfig<2, 2, 4, 2, true, false>>("256x128_c2a", 8),
-    Make<BlockGemmConfig<2, 2, 4, 2, true, false>>("256x128_c2a_r16", 16),
-    Make<BlockGemmConfig<2, 2, 4, 2, false, false>>("256x128_c2b_r4", 4),
-    Make<BlockGemmConfig<2, 2, 4, 2, false, false>>("256x128_c2b", 8),
-    Make<BlockGemmConfig<2, 1, 6, 2, true, false, 2>>("128x128_c2a_dbl", 16),
-    Make<BlockGemmConfig<2, 1, 6, 2, false, false, 2>>("128x128_c2b_dbl", 8),
-    Make<BlockGemmConfig<3, 1, 5, 1, true, false>>("192x128_c1", 10),
-    Make<BlockGemmConfig<3, 1, 5, 2, true, false>>("192x128_c2a", 10),
-    Make<BlockGemmConfig<3, 1, 5, 2, false, false>>("192x128_c2b", 5),
-    Make<BlockGemmConfig<2, 2, 4, 2, true, false, 1, 0, false, float>>("256x128_c2a_f32", 8),
-    Make<BlockGemmConfig<2, 2, 4, 1, true, true>>("v256x128_c1", 8),
-    Make<BlockGemmConfig<2, 2, 4, 2, true, true>>("v256x128_c2a", 8),
-    Make<BlockGemmConfig<2, 2, 4, 2, true, true, 1, 4>>("v256x128_c2a_a4", 8),
-    Make<BlockGemmConfig<2, 2, 4, 1, true, true, 1, 0, true>>("v256x128_c1_ord", 8),
-    Make<BlockGemmConfig<2, 2, 4, 2, true, true, 1, 0, true>>("v256x128_c2a_ord", 8),
-    Make<BlockGemmConfig<2, 2, 4, 2, false, true>>("v256x128_c2b", 4),
-    Make<BlockGemmConfig<2, 1, 6, 2, true, true, 2>>("v128x128_c2a_dbl", 16),
-    Make<BlockGemmConfig<2, 1, 6, 2, false, true, 2>>("v128x128_c2b_dbl", 8),
-    Make<BlockGemmConfig<2, 1, 6, 2, true, true, 2, 8>>("v128x128_c2a_dbl_a8", 16),
-    Make<BlockGemmConfig<3, 1, 5, 1, true, true>>("v192x128_c1", 10),
-    Make<BlockGemmConfig<3, 1, 5, 2, true, true>>("v192x128_c2a", 10),
-    Make<BlockGemmConfig<3, 1, 5, 2, true, true, 1, 8>>("v192x128_c2a_a8", 10),
-    Make<BlockGemmConfig<3, 1, 5, 2, false, true, 1, 8>>("v192x128_c2b_a8", 5),
-    Make<BlockGemmConfig<2, 2, 4, 2, true, true, 1, 0, false, float>>("v256x128_c2a_f32", 8),
-};
+constexpr Variant kVariants[] = {{"256x128", false, 256}, {"v256x128", true, 256}, {"v192x128", true, 192}};
 
 // ---- comparison ----
 struct Errors {
@@ -158,8 +137,8 @@ float Element(const std::vector<char>& host, int64_t i, bool f32) {
   std::memcpy(&value, &bits, 4);
   return value;
 }
-Errors Compare(const BlockGemmArgs& p, const std::vector<double>& expected, int64_t step) {
-  const size_t bytes = Problem::OutBytes(p.m, p.n, p.out_f32);
+Errors Compare(const GemmArgs& p, const std::vector<double>& expected, int64_t step) {
+  const size_t bytes = Problem::OutBytes(p.m, p.n, IsF32(p));
   std::vector<char> host(bytes + Problem::kGuard);
   CHECK_CUDA(cudaMemcpy(host.data(), p.out, host.size(), cudaMemcpyDeviceToHost));
   double error2 = 0, norm2 = 0, worst = 0;
@@ -167,7 +146,7 @@ Errors Compare(const BlockGemmArgs& p, const std::vector<double>& expected, int6
   const double rms = std::sqrt(norm2 / expected.size());
   for (size_t i = 0; i < expected.size(); ++i) {
     const int64_t row = i / p.n * step, column = i % p.n;
-    const double error = std::abs(Element(host, row * p.n + column, p.out_f32) - expected[i]);
+    const double error = std::abs(Element(host, row * p.n + column, IsF32(p)) - expected[i]);
     error2 += error * error;
     worst = std::isnan(error) ? 1e30 : std::max(worst, error / (std::abs(expected[i]) + rms));
   }
@@ -175,7 +154,7 @@ Errors Compare(const BlockGemmArgs& p, const std::vector<double>& expected, int6
   for (size_t i = bytes; i < host.size(); ++i) guard &= static_cast<unsigned char>(host[i]) == 0xff;
   return {std::sqrt(error2 / norm2), worst, guard};
 }
-std::vector<double> Expected(const BlockGemmArgs& p, int64_t step) {
+std::vector<double> Expected(const GemmArgs& p, int64_t step) {
   const int64_t rows = (p.m + step - 1) / step;
   double* device = nullptr;
   CHECK_CUDA(cudaMalloc(&device, rows * p.n * 8));
@@ -185,8 +164,8 @@ std::vector<double> Expected(const BlockGemmArgs& p, int64_t step) {
   cudaFree(device);
   return host;
 }
-void Poison(const BlockGemmArgs& p) {
-  CHECK_CUDA(cudaMemset(p.out, 0xff, Problem::OutBytes(p.m, p.n, p.out_f32) + Problem::kGuard));  // NaNs
+void Poison(const GemmArgs& p) {
+  CHECK_CUDA(cudaMemset(p.out, 0xff, Problem::OutBytes(p.m, p.n, IsF32(p)) + Problem::kGuard));  // NaNs
 }
 
 bool Wanted(const char* name, const char* list) {
@@ -206,16 +185,16 @@ int Check(const char* list) {
       Problem problem(m, n, k, vector_b, f32, m % 512 == 0, 1);
       const std::vector<double> expected = Expected(problem.args, 1);
       for (const Variant& v : kVariants) {
-        if (v.vector_b != vector_b || v.out_f32 != f32 || !Wanted(v.name, list)) continue;
+        if (v.vector_b != vector_b || !Wanted(v.name, list)) continue;
         Poison(problem.args);
-        CHECK_CUDA(v.launch(problem.args, v.raster, nullptr));
+        CHECK_CUDA(v.Launch(problem.args));
         CHECK_CUDA(cudaDeviceSynchronize());
         const Errors e = Compare(problem.args, expected, 1);
         // bf16 rounds by 2^-9 at most; the tensor cores keep some 13 bits below the largest product of 32.
         const bool ok = e.guard && e.l2 < (f32 ? 3e-4 : 2.2e-3) && e.max < (f32 ? 3e-3 : 5e-3);
         wrong += !ok;
-        std::printf("%-18s %5ld %5ld %5ld  l2 %.2e  max %.2e%s%s\n", v.name, long(m), long(n), long(k), e.l2, e.max,
-                    e.guard ? "" : "  WRITES BEYOND", ok ? "" : "  WRONG");
+        std::printf("%-9s %s %5ld %5ld %5ld  l2 %.2e  max %.2e%s%s\n", v.name, f32 ? "f32 " : "bf16", long(m),
+                    long(n), long(k), e.l2, e.max, e.guard ? "" : "  WRITES BEYOND", ok ? "" : "  WRONG");
         std::fflush(stdout);
       }
     }
@@ -299,8 +278,8 @@ int Time(int64_t m, int64_t n, int64_t k, bool vector_b, bool sustained, const c
   if (!fast.algorithms.empty())
     entries.push_back({"lt_tensor_fast", [&](int s) { lt.Run(fast, 0, problems[s]->args); }});
   for (const Variant& v : kVariants)
-    if (v.vector_b == vector_b && !v.out_f32 && Wanted(v.name, list))
-      entries.push_back({v.name, [&](int s) { CHECK_CUDA(v.launch(problems[s]->args, v.raster, nullptr)); }});
+    if (v.vector_b == vector_b && Wanted(v.name, list))
+      entries.push_back({v.name, [&](int s) { CHECK_CUDA(v.Launch(problems[s]->args)); }});
 
   // Values of a few rows; the per-tensor product has other scales.
   const int64_t step = std::max<int64_t>(1, m / 8 + 1);
@@ -359,7 +338,7 @@ int main(int argc, char** argv) {
   if ((mode == "burst" || mode == "sustained") && argc > 3) {
     const bool vector_b = std::string(argv[2]) == "vector";
     const std::string last = argv[argc - 1];
-    const bool named = last.find('_') != std::string::npos;
+    const bool named = last.find("x128") != std::string::npos;
     for (int i = 3; i < argc - named; ++i) {
       long m, n, k;
       if (std::sscanf(argv[i], "%ldx%ldx%ld", &m, &n, &k) != 3) break;

@@ -9,7 +9,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "csrc/kernels/block_gemm.h"
+#include "csrc/core/args.h"
 
 #define CHECK_CUDA(call)                                                                        \
   do {                                                                                          \
@@ -54,7 +54,7 @@ class CublasLt {
     cublasLtMatrixLayout_t a, b, out;
     std::vector<cublasLtMatmulAlgo_t> algorithms;
   };
-  Plan Prepare(const BlockGemmArgs& p, bool block, bool fast) {
+  Plan Prepare(const GemmArgs& p, bool block, bool fast) {
     Plan plan{};
     CHECK_LT(cublasLtMatmulDescCreate_(&plan.description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     const auto set = [&](cublasLtMatmulDescAttributes_t which, auto value) {
@@ -63,16 +63,18 @@ class CublasLt {
     set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
     set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
     set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(fast));
-    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.scale_b);
-    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.scale_a);
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.rhs_scale_inv);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.lhs_scale_inv);
     if (block) {
       set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE,
-          p.vector_b ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F : CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F);
+          p.rhs_scaling == Scaling::kBlock1x128 ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
+                                                : CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F);
       set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F);
     }
     CHECK_LT(cublasLtMatrixLayoutCreate_(&plan.a, CUDA_R_8F_E4M3, p.k, p.n, p.k));
     CHECK_LT(cublasLtMatrixLayoutCreate_(&plan.b, CUDA_R_8F_E4M3, p.k, p.m, p.k));
-    CHECK_LT(cublasLtMatrixLayoutCreate_(&plan.out, p.out_f32 ? CUDA_R_32F : CUDA_R_16BF, p.n, p.m, p.n));
+    const cudaDataType_t out = p.out_dtype == DType::kF32 ? CUDA_R_32F : CUDA_R_16BF;
+    CHECK_LT(cublasLtMatrixLayoutCreate_(&plan.out, out, p.n, p.m, p.n));
     cublasLtMatmulPreference_t preference;
     CHECK_LT(cublasLtMatmulPreferenceCreate_(&preference));
     const size_t workspace = kWorkspace;
@@ -85,15 +87,15 @@ class CublasLt {
     for (int i = 0; i < found; ++i) plan.algorithms.push_back(results[i].algo);
     return plan;
   }
-  void Run(const Plan& plan, int algorithm, const BlockGemmArgs& p) {
+  void Run(const Plan& plan, int algorithm, const GemmArgs& p) {
     const auto set = [&](cublasLtMatmulDescAttributes_t which, auto value) {
       CHECK_LT(cublasLtMatmulDescSetAttribute_(plan.description, which, &value, sizeof value));
     };
-    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.scale_b);
-    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.scale_a);
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.rhs_scale_inv);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.lhs_scale_inv);
     const float one = 1, zero = 0;
-    CHECK_LT(cublasLtMatmul_(handle_, plan.description, &one, p.b, plan.a, p.a, plan.b, &zero, p.out, plan.out, p.out,
-                             plan.out, &plan.algorithms[algorithm], workspace_, kWorkspace, nullptr));
+    CHECK_LT(cublasLtMatmul_(handle_, plan.description, &one, p.rhs, plan.a, p.lhs, plan.b, &zero, p.out,
+                             plan.out, p.out, plan.out, &plan.algorithms[algorithm], workspace_, kWorkspace, nullptr));
   }
 
  private:

@@ -1,4 +1,4 @@
-// Names of element types, as numpy and jax spell them.
+// Names of element types, as numpy and jax spell them, and of kinds of scaling.
 #ifndef TE_JAX_CORE_DTYPE_H_
 #define TE_JAX_CORE_DTYPE_H_
 
@@ -13,6 +13,15 @@ constexpr const char* NameOf(DType dtype) {
     case DType::kF16: return "float16";
     case DType::kE4M3: return "float8_e4m3fn";
     case DType::kE5M2: return "float8_e5m2";
+  }
+  return "?";
+}
+
+constexpr const char* NameOf(Scaling scaling) {
+  switch (scaling) {
+    case Scaling::kTensor: return "tensor";
+    case Scaling::kBlock1x128: return "block_1x128";
+    case Scaling::kBlock128x128: return "block_128x128";
   }
   return "?";
 }

@@ -47,16 +47,13 @@ bool ParseFormat(std::string_view text, DType* format) {
 }
 
 bool ParseScaling(std::string_view text, Scaling* scaling) {
-  if (text == "tensor") {
-    *scaling = Scaling::kTensor;
-  } else if (text == "block_1x128") {
-    *scaling = Scaling::kBlock1x128;
-  } else if (text == "block_128x128") {
-    *scaling = Scaling::kBlock128x128;
-  } else {
-    return false;
+  for (Scaling each : {Scaling::kTensor, Scaling::kBlock1x128, Scaling::kBlock128x128}) {
+    if (text == NameOf(each)) {
+      *scaling = each;
+      return true;
+    }
   }
-  return true;
+  return false;
 }
 
 Shape BlockScaleShape(const Shape& data, size_t contract_dims, Scaling scaling) {

@@ -46,14 +46,10 @@ std::string WhyNotFP8(const GemmDesc& desc) {
   return "";
 }
 
-const char* ScalingName(Scaling scaling) {
-  return scaling == Scaling::kTensor ? "tensor" : scaling == Scaling::kBlock1x128 ? "block_1x128" : "block_128x128";
-}
-
 // cublasLtMatmul, "1D and 2D block scaling for FP8 data types with 128-element blocks".
 std::string WhyNotBlocks(const GemmDesc& desc) {
   const auto expected = [&](const char* what, const char* wanted, Scaling got) {
-    return std::string(what) + ": expected " + wanted + ", got " + ScalingName(got);
+    return std::string(what) + ": expected " + wanted + ", got " + NameOf(got);
   };
   if (!IsFP8(desc.lhs)) return Expected("lhs", "an FP8 format where operands are block-scaled", desc.lhs);
   if (desc.rhs_scaling == Scaling::kTensor)
@@ -103,7 +99,7 @@ std::string ToString(const GemmDesc& desc) {
          (desc.accumulates ? std::string(" c=") + NameOf(desc.c) : "") + flag(desc.in_place, "in_place") +
          flag(desc.lhs_contract_first, "lhs_contract_first") + flag(desc.rhs_contract_first, "rhs_contract_first") +
          flag(desc.fast_accumulation, "fast_accumulation") + flag(desc.has_amax, "amax") + flag(desc.has_alpha, "alpha") +
-         (IsBlockScaled(desc) ? std::string(" ") + ScalingName(desc.lhs_scaling) + " by " + ScalingName(desc.rhs_scaling) : "") +
+         (IsBlockScaled(desc) ? std::string(" ") + NameOf(desc.lhs_scaling) + " by " + NameOf(desc.rhs_scaling) : "") +
          " alignment=" + std::to_string(desc.alignment);
 }
 
@@ -128,6 +124,10 @@ GemmDesc DescOf(const GemmArgs& args) {
   desc.lhs_scaling = args.lhs_scaling;
   desc.rhs_scaling = args.rhs_scaling;
   desc.alignment = CommonAlignment({args.lhs, args.rhs, args.out, desc.accumulates ? args.c : nullptr});
+  if (IsBlockScaled(desc)) {
+    const int32_t others = CommonAlignment({args.lhs_scale_inv, args.rhs_scale_inv, args.bias});
+    desc.alignment = std::min(desc.alignment, others);
+  }
   return desc;
 }
 

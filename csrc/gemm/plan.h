@@ -23,7 +23,9 @@ struct GemmDesc {
   bool has_bias = false, accumulates = false, in_place = false, has_amax = false;
   bool has_alpha = false;  // not 1
   Scaling lhs_scaling = Scaling::kTensor, rhs_scaling = Scaling::kTensor;
-  int32_t alignment = 256;  // bytes; the largest power of two up to 256 that divides every matrix's address
+  // Bytes; the largest power of two up to 256 that divides every matrix's address, and of block-scaled operands those of
+  // the scales and the bias.
+  int32_t alignment = 256;
 
   bool operator==(const GemmDesc& other) const;
 };

@@ -2,51 +2,37 @@
 
 #include <limits>
 
-#include "csrc/kernels/block_gemm_tiling.h"
+#include "csrc/core/dtype.h"
 
 namespace te_jax::gemm {
 namespace {
-
-// Below this share the last round of tiles costs more than the kernel gains.
-constexpr double kLeastFill = 0.8;
 
 std::string Expected(const char* what, const std::string& expected, const std::string& got) {
   return std::string(what) + ": expected " + expected + ", got " + got;
 }
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 }  // namespace
 
-std::string WhyNotBlockGemm(const BlockGemmShape& s) {
-  if (s.a != DType::kE4M3) return Expected("lhs dtype", "float8_e4m3fn", NameOf(s.a));
-  if (s.b != DType::kE4M3) return Expected("rhs dtype", "float8_e4m3fn", NameOf(s.b));
-  if (s.out != DType::kBF16 && s.out != DType::kF32)
-    return Expected("out dtype", "bfloat16 or float32", NameOf(s.out));
+std::string WhyNotBlockGemm(const GemmDesc& d, Scaling rhs_scaling) {
+  if (d.lhs_scaling != Scaling::kBlock1x128) return Expected("lhs_scaling", "block_1x128", NameOf(d.lhs_scaling));
+  if (d.rhs_scaling != rhs_scaling) return Expected("rhs_scaling", NameOf(rhs_scaling), NameOf(d.rhs_scaling));
+  if (d.lhs != DType::kE4M3) return Expected("lhs dtype", "float8_e4m3fn", NameOf(d.lhs));
+  if (d.rhs != DType::kE4M3) return Expected("rhs dtype", "float8_e4m3fn", NameOf(d.rhs));
+  if (d.out != DType::kBF16 && d.out != DType::kF32)
+    return Expected("out dtype", "bfloat16 or float32", NameOf(d.out));
+  if (d.has_bias && d.bias_dtype != DType::kBF16) return Expected("bias dtype", "bfloat16", NameOf(d.bias_dtype));
+  if (d.accumulates && d.c != d.out) return Expected("c dtype", NameOf(d.out), NameOf(d.c));
   const struct {
     const char* name;
-    int64_t extent, multiple;
-  } dims[] = {{"m", s.m, 1}, {"n", s.n, 8}, {"k", s.k, 16}};
+    int64_t extent, multiple;  // rows of tensor maps are 16 bytes or a multiple of them
+  } dims[] = {{"m", d.m, 4}, {"n", d.n, 8}, {"k", d.k, 16}};
   for (const auto& [name, extent, multiple] : dims) {
     if (extent < 1 || extent > std::numeric_limits<int32_t>::max() || extent % multiple != 0)
       return Expected(name, "a positive multiple of " + std::to_string(multiple) + " below 2^31",
                       std::to_string(extent));
   }
-  if (s.alignment < 16) return Expected("alignment", "16 bytes or more", std::to_string(s.alignment));
+  if (d.alignment < 16) return Expected("alignment", "16 bytes or more", std::to_string(d.alignment));
   return "";
-}
-
-double BlockGemmFill(const BlockGemmShape& s, int multiprocessors) {
-  const kernels::BlockGemmTiling tiling = kernels::TilingOf(s.vector_b);
-  const int64_t at_once = multiprocessors / tiling.cluster;
-  if (at_once < 1) return 0;
-  const int64_t rows = tiling.Rows(), columns = tiling.Columns();
-  const int64_t rounds = CeilDiv(CeilDiv(s.m, rows) * CeilDiv(s.n, columns), at_once);
-  return static_cast<double>(s.m) * static_cast<double>(s.n) / static_cast<double>(rounds * at_once * rows * columns);
-}
-
-bool BlockGemmPays(const BlockGemmShape& shape, int multiprocessors) {
-  return WhyNotBlockGemm(shape).empty() && BlockGemmFill(shape, multiprocessors) >= kLeastFill;
 }
 
 }  // namespace te_jax::gemm

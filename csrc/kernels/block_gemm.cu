@@ -1,24 +1,23 @@
 #include "csrc/kernels/block_gemm.h"
 
 #include "csrc/kernels/block_gemm_launch.cuh"
-#include "csrc/kernels/block_gemm_tiling.h"
 
 namespace te_jax::kernels {
 namespace {
 
-template <bool kVectorB, class Out>
-cudaError_t Launch(const BlockGemmArgs& args, cudaStream_t stream) {
-  constexpr BlockGemmTiling t = TilingOf(kVectorB);
-  using Config = BlockGemmConfig<t.groups, t.waves, t.stages, t.cluster, t.share_a, kVectorB, t.partials, t.ahead,
-                                 t.ordered, Out>;
-  return LaunchBlockGemmAs<Config>(args, t.raster, stream);
+template <int kTileRows, bool kVectorB>
+cudaError_t Launch(const GemmArgs& args, cudaStream_t stream) {
+  return args.out_dtype == DType::kF32
+             ? LaunchBlockGemmAs<BlockGemmConfig<kTileRows, kVectorB, float>>(args, stream)
+             : LaunchBlockGemmAs<BlockGemmConfig<kTileRows, kVectorB, __nv_bfloat16>>(args, stream);
 }
 
 }  // namespace
 
-cudaError_t LaunchBlockGemm(const BlockGemmArgs& args, cudaStream_t stream) {
-  if (args.vector_b) return args.out_f32 ? Launch<true, float>(args, stream) : Launch<true, __nv_bfloat16>(args, stream);
-  return args.out_f32 ? Launch<false, float>(args, stream) : Launch<false, __nv_bfloat16>(args, stream);
+cudaError_t LaunchBlockGemm(const GemmArgs& args, int tile_rows, cudaStream_t stream) {
+  const bool vector_b = args.rhs_scaling == Scaling::kBlock1x128;
+  if (tile_rows == 256) return vector_b ? Launch<256, true>(args, stream) : Launch<256, false>(args, stream);
+  return tile_rows == 192 && vector_b ? Launch<192, true>(args, stream) : cudaErrorInvalidValue;
 }
 
 }  // namespace te_jax::kernels

@@ -1,4 +1,4 @@
-// The shape of one configuration of the block-scaled product, and which tiles its blocks work on.
+// The shape of one configuration of the block-scaled product, and which tiles its blocks work on. a is lhs, b is rhs.
 #ifndef TE_JAX_KERNELS_BLOCK_GEMM_CONFIG_CUH_
 #define TE_JAX_KERNELS_BLOCK_GEMM_CONFIG_CUH_
 
@@ -10,22 +10,20 @@ namespace te_jax::kernels {
 
 constexpr int kBlockK = 128;  // the extent of a scale along K, and a row of a tile: 128 bytes
 
-// kGroups warpgroups multiply, each kWaves times 64 rows; a tile is kGroups * kWaves * 64 rows by 128 columns.
-// kCluster blocks share A (neighbours along N) or B (neighbours along M).
-// kVectorB: b has a scale per row and K block (1 x 128); else per 128 rows and K block.
-// kPartials: accumulators of one K block per warpgroup; 2 keep the tensor cores busy while one of them is promoted.
-// kAhead: of a 1 x 128 scaled b, the pairs of column scales (of a thread's 16) that are read while products are waited
-// for.
-// kOrdered: two warpgroups issue their products in turn.
-template <int kGroups_, int kWaves_, int kStages_, int kCluster_, bool kShareA_, bool kVectorB_, int kPartials_ = 1,
-          int kAhead_ = 0, bool kOrdered_ = false, class Out_ = __nv_bfloat16>
+// A tile is kM rows by 128 columns.
+// kVectorB: b has a scale per row and K block (1x128); else per 128 rows and K block.
+template <int kM_, bool kVectorB_, class Out_>
 struct BlockGemmConfig {
-  static constexpr int kGroups = kGroups_, kWaves = kWaves_, kStages = kStages_, kCluster = kCluster_;
-  static constexpr bool kShareA = kShareA_, kVectorB = kVectorB_, kOrdered = kOrdered_;
-  static constexpr int kPartials = kPartials_, kAhead = kVectorB ? kAhead_ : 0;
+  static constexpr int kM = kM_, kN = 128;
+  static constexpr bool kVectorB = kVectorB_;
   using Out = Out_;
+  static_assert(kM == 256 || (kM == 192 && kVectorB));
 
-  static constexpr int kM = kGroups * kWaves * 64, kN = 128;
+  // kGroups warpgroups multiply, each kWaves times 64 rows; one more loads.
+  static constexpr int kGroups = kM == 192 ? 3 : 2, kWaves = kM / 64 / kGroups;
+  static constexpr int kStages = kM == 192 ? 5 : 4;
+  static constexpr bool kOrdered = kVectorB && kGroups == 2;  // the two issue their products in turn
+  static constexpr int kRaster = kM == 192 ? 10 : 8;  // tiles along M that are worked on together, for the L2 cache
   static constexpr int kThreads = (kGroups + 1) * 128;
   // Registers of a thread: what is compiled for at entry, 65536 / kThreads, is dealt out anew between the roles.
   static constexpr int kMathRegisters = kGroups == 3 ? 160 : 232;
@@ -37,36 +35,27 @@ struct BlockGemmConfig {
   static constexpr int kBarrierBytes = 2 * kStages * 8;
   // 1024 to align: the swizzle is a function of the address.
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kBarrierBytes;
-
-  static constexpr int kBoxRowsA = kM / (kShareA ? kCluster : 1), kBoxRowsB = kN / (kShareA ? 1 : kCluster);
-  static_assert(kGroups == 2 || kGroups == 3);
-  static_assert(kPartials == 1 || kWaves == 1);
-  static_assert(!kOrdered || kGroups == 2);
-  static_assert(kAhead >= 0 && kAhead <= kN / 8);
-  static_assert(kM <= 256);
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
 struct BlockGemmParams {
   int m, n, k_blocks;
-  int64_t ld_out;
+  float alpha, beta;
+  const float* scale_b;       // [ceil(n / 128), k_blocks], read here unless kVectorB
+  const __nv_bfloat16* bias;  // [n] or null
+  const void* c;              // [m, n] of the type of out, or null
   void* out;
-  const float* scale_b;  // [ceil(n / 128), ld_scale_b], read here unless kVectorB
-  int ld_scale_b;
-  int raster;  // tiles (of clusters) along M that are worked on together, for the sake of the L2 cache
 };
 
-// Which tiles a cluster works on: bands of `raster` tiles along M, within a band M fastest.
+// Which tiles a block works on: bands of kRaster tiles along M, within a band M fastest.
 struct BlockGemmTiles {
   int tiles_m, tiles_n, raster;
 
   template <class Config>
-  __device__ static BlockGemmTiles Of(const BlockGemmParams& p) {
-    constexpr int kAlongM = Config::kShareA ? 1 : Config::kCluster, kAlongN = Config::kShareA ? Config::kCluster : 1;
-    constexpr int kM = Config::kM * kAlongM, kN = Config::kN * kAlongN;
-    return {(p.m + kM - 1) / kM, (p.n + kN - 1) / kN, p.raster};
+  __host__ __device__ static BlockGemmTiles Of(int m, int n) {
+    return {(m - 1) / Config::kM + 1, (n - 1) / Config::kN + 1, Config::kRaster};
   }
-  __device__ int Count() const { return tiles_m * tiles_n; }
+  __host__ __device__ int Count() const { return tiles_m * tiles_n; }  // memory for the result is full long before 2^31
   __device__ int2 At(int index) const {
     const int band = index / (raster * tiles_n);
     const int height = min(raster, tiles_m - band * raster);

@@ -1,4 +1,4 @@
-// What is done with accumulators: scaled and added to the sums, and written.
+// What is done with accumulators: scaled and added to the sums, and these written with alpha, beta, c and bias.
 #ifndef TE_JAX_KERNELS_BLOCK_GEMM_EPILOGUE_CUH_
 #define TE_JAX_KERNELS_BLOCK_GEMM_EPILOGUE_CUH_
 
@@ -17,27 +17,15 @@ struct BlockFactors {
   float columns;
 };
 
-// Of a 1 x 128 scaled b, the first pairs of column factors of a thread: columns 2 * (lane % 4) and + 1 of groups of 8.
-template <class Config>
-struct ColumnsAhead {
-  float2 pairs[Config::kAhead > 0 ? Config::kAhead : 1];
-
-  __device__ void Read(const float* columns) {
-#pragma unroll
-    for (int j = 0; j < Config::kAhead; ++j) pairs[j] = *reinterpret_cast<const float2*>(columns + 8 * j);
-  }
-};
-
 // sums += partial * factors. `columns` are the columns' factors of a 1 x 128 scaled b.
 template <class Config>
 __device__ inline void Promote(float (&sums)[Config::kN / 2], const float (&partial)[Config::kN / 2],
-                               const BlockFactors<Config>& factors, int wave, const float* columns,
-                               const ColumnsAhead<Config>& ahead) {
+                               const BlockFactors<Config>& factors, int wave, const float* columns) {
   if constexpr (Config::kVectorB) {
     const float low = factors.rows[wave][0], high = factors.rows[wave][1];
 #pragma unroll
     for (int j = 0; j < Config::kN / 8; ++j) {
-      const float2 b = j < Config::kAhead ? ahead.pairs[j] : *reinterpret_cast<const float2*>(columns + 8 * j);
+      const float2 b = *reinterpret_cast<const float2*>(columns + 8 * j);
       sums[4 * j] += partial[4 * j] * low * b.x;
       sums[4 * j + 1] += partial[4 * j + 1] * low * b.y;
       sums[4 * j + 2] += partial[4 * j + 2] * high * b.x;
@@ -51,6 +39,44 @@ __device__ inline void Promote(float (&sums)[Config::kN / 2], const float (&part
       sums[4 * j + 1] += partial[4 * j + 1] * low;
       sums[4 * j + 2] += partial[4 * j + 2] * high;
       sums[4 * j + 3] += partial[4 * j + 3] * high;
+    }
+  }
+}
+
+// Two neighbouring values, in fp32.
+__device__ inline float2 Pair(const float* values) { return *reinterpret_cast<const float2*>(values); }
+__device__ inline float2 Pair(const __nv_bfloat16* values) {
+  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(values));
+}
+
+// sums = alpha * sums + beta * c + bias, for one wave. In place this has to come before WriteWave: another lane of the
+// four writes what this one reads of c.
+template <class Config>
+__device__ inline void Finish(float (&sums)[Config::kN / 2], const BlockGemmParams& p, int row, int column, int lane) {
+  const int first = column + 2 * (lane % 4);
+#pragma unroll
+  for (int i = 0; i < Config::kN / 2; ++i) sums[i] *= p.alpha;
+  if (p.c != nullptr) {
+    const auto* c = static_cast<const typename Config::Out*>(p.c) + first;
+#pragma unroll
+    for (int i = 0; i < Config::kN / 4; ++i) {  // 8 columns to the right with each, the rows below after the upper ones
+      if (i % 8 == 0) asm volatile("" ::: "memory");  // not more loads at a time than there are registers for
+      const int j = i % (Config::kN / 8), half = i / (Config::kN / 8), r = row + 8 * half;
+      if (r >= p.m || first + 8 * j >= p.n) continue;
+      const float2 add = Pair(c + int64_t{r} * p.n + 8 * j);
+      sums[4 * j + 2 * half] += p.beta * add.x;
+      sums[4 * j + 2 * half + 1] += p.beta * add.y;
+    }
+  }
+  if (p.bias != nullptr) {
+#pragma unroll
+    for (int j = 0; j < Config::kN / 8; ++j) {
+      if (first + 8 * j >= p.n) continue;
+      const float2 add = Pair(p.bias + first + 8 * j);
+      sums[4 * j] += add.x;
+      sums[4 * j + 1] += add.y;
+      sums[4 * j + 2] += add.x;
+      sums[4 * j + 3] += add.y;
     }
   }
 }
@@ -70,7 +96,7 @@ __device__ inline void WriteWave(const float (&sums)[Config::kN / 2], const Bloc
       for (int j = 0; j < Config::kN / 8; ++j) {
         const int c = column + 8 * j + 2 * quad;
         if (r < p.m && c < p.n)
-          *reinterpret_cast<float2*>(out + r * p.ld_out + c) =
+          *reinterpret_cast<float2*>(out + int64_t{r} * p.n + c) =
               make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
       }
     }
@@ -102,7 +128,7 @@ __device__ inline void WriteWave(const float (&sums)[Config::kN / 2], const Bloc
         }
         const int c = column + 8 * (j + quad);
         if (r < p.m && c < p.n)
-          *reinterpret_cast<uint4*>(out + r * p.ld_out + c) = make_uint4(v[0], v[1], v[2], v[3]);
+          *reinterpret_cast<uint4*>(out + int64_t{r} * p.n + c) = make_uint4(v[0], v[1], v[2], v[3]);
       }
     }
   }

@@ -5,8 +5,9 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cstdint>
 
-#include "csrc/kernels/block_gemm.h"
+#include "csrc/core/args.h"
 #include "csrc/kernels/block_gemm_kernel.cuh"
 
 namespace te_jax::kernels {
@@ -40,28 +41,34 @@ inline bool MakeMap(CUtensorMap* map, const void* data, CUtensorMapDataType type
 }
 
 template <class Config>
-cudaError_t LaunchBlockGemmAs(const BlockGemmArgs& args, int raster, cudaStream_t stream) {
-  const int64_t k_blocks = (args.k + kBlockK - 1) / kBlockK;
-  const auto padded = [](int64_t x) { return (x + 3) / 4 * 4; };
+cudaError_t LaunchBlockGemmAs(const GemmArgs& args, cudaStream_t stream) {
+  const int64_t k_blocks = NumBlocks(args.k);
   CUtensorMap a, b, scale_a, scale_b;
   const auto fp8 = [&](CUtensorMap* map, const void* data, int64_t rows, int box_rows) {
     return MakeMap(map, data, CU_TENSOR_MAP_DATA_TYPE_UINT8, rows, args.k, args.k, box_rows, kBlockK,
                    CU_TENSOR_MAP_SWIZZLE_128B);
   };
   const auto vectors = [&](CUtensorMap* map, const float* data, int64_t rows, int box_columns) {
-    return MakeMap(map, data, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, k_blocks, rows, padded(rows) * 4, 1, box_columns,
+    return MakeMap(map, data, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, k_blocks, rows, rows * 4, 1, box_columns,
                    CU_TENSOR_MAP_SWIZZLE_NONE);
   };
-  if (!fp8(&a, args.a, args.m, Config::kBoxRowsA) || !fp8(&b, args.b, args.n, Config::kBoxRowsB) ||
-      !vectors(&scale_a, args.scale_a, args.m, Config::kM))
+  if (!fp8(&a, args.lhs, args.m, Config::kM) || !fp8(&b, args.rhs, args.n, Config::kN) ||
+      !vectors(&scale_a, args.lhs_scale_inv, args.m, Config::kM))
     return cudaErrorInvalidValue;
   if (Config::kVectorB) {
-    if (!vectors(&scale_b, args.scale_b, args.n, Config::kN)) return cudaErrorInvalidValue;
+    if (!vectors(&scale_b, args.rhs_scale_inv, args.n, Config::kN)) return cudaErrorInvalidValue;
   } else {
     scale_b = scale_a;  // not read
   }
-  const BlockGemmParams params{static_cast<int>(args.m), static_cast<int>(args.n), static_cast<int>(k_blocks), args.n,
-                               args.out, args.scale_b, static_cast<int>(args.ld_scale_b), raster};
+  const BlockGemmParams params{static_cast<int>(args.m),
+                               static_cast<int>(args.n),
+                               static_cast<int>(k_blocks),
+                               args.alpha,
+                               args.beta,
+                               args.rhs_scale_inv,
+                               static_cast<const __nv_bfloat16*>(args.bias),
+                               args.beta == 0.0f ? nullptr : args.c,
+                               args.out};
 
   int device = 0, multiprocessors = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -71,24 +78,9 @@ cudaError_t LaunchBlockGemmAs(const BlockGemmArgs& args, int raster, cudaStream_
   if (error == cudaSuccess)
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
   if (error != cudaSuccess) return error;
-
-  const auto tiles = [](int64_t extent, int tile) { return (extent + tile - 1) / tile; };
-  const int64_t clusters = tiles(args.m, Config::kM * (Config::kShareA ? 1 : Config::kCluster)) *
-                           tiles(args.n, Config::kN * (Config::kShareA ? Config::kCluster : 1));
-  cudaLaunchConfig_t config = {};
-  config.gridDim =
-      dim3(Config::kCluster * std::min<int64_t>(clusters, multiprocessors / Config::kCluster));
-  config.blockDim = dim3(Config::kThreads);
-  config.dynamicSmemBytes = Config::kSharedBytes;
-  config.stream = stream;
-  cudaLaunchAttribute cluster[1];
-  cluster[0].id = cudaLaunchAttributeClusterDimension;
-  cluster[0].val.clusterDim.x = Config::kCluster;
-  cluster[0].val.clusterDim.y = 1;
-  cluster[0].val.clusterDim.z = 1;
-  config.attrs = cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, a, b, scale_a, scale_b, params);
+  const int tiles = BlockGemmTiles::Of<Config>(params.m, params.n).Count();
+  return LaunchWithShared(kernel, dim3(std::min(tiles, multiprocessors)), Config::kThreads,
+                      Config::kSharedBytes, stream, a, b, scale_a, scale_b, params);
 }
 
 }  // namespace te_jax::kernels

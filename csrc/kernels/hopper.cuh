@@ -13,16 +13,6 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// ---- clusters ----
-__device__ inline uint32_t RankInCluster() {
-  uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ inline void ClusterSync() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
 // ---- mbarriers, by their shared-memory address ----
 __device__ inline void InitBarrier(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -33,16 +23,6 @@ __device__ inline void ArriveExpect(uint32_t barrier, uint32_t bytes) {
 }
 __device__ inline void Arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Arrives at the barrier of the same address in block `rank` of the cluster. What the arrival releases is that tiles were
-// read, by products that were waited for; a release.cluster here is a MEMBAR in every step (a third of the time).
-__device__ inline void ArriveAt(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
 }
 __device__ inline void Wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
@@ -68,16 +48,6 @@ __device__ inline void LoadBox(const CUtensorMap* map, uint32_t target, uint32_t
       "l"(map), "r"(barrier), "r"(x), "r"(y)
       : "memory");
 }
-// The same, to the same place in all blocks of `mask`, each of which has its own barrier.
-__device__ inline void LoadBoxTo(uint16_t mask, const CUtensorMap* map, uint32_t target, uint32_t barrier, int x,
-                                 int y) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(mask)
-      : "memory");
-}
-
 // ---- warpgroup matrix products ----
 // A K-major tile of 128-byte rows with the 128-byte swizzle, 1024-byte aligned (but for steps of 32 bytes along K).
 __device__ inline uint64_t SwizzledTile(uint32_t address) {

@@ -1,77 +1,72 @@
 #include "csrc/gemm/plan_block.h"
 
-#include <cmath>
-
-#include "csrc/kernels/block_gemm_tiling.h"
 #include "csrc/tests/check.h"
 
 namespace te_jax::gemm {
 namespace {
 
-BlockGemmShape Shape(int64_t m, int64_t n, int64_t k) {
-  BlockGemmShape shape;
-  shape.m = m;
-  shape.n = n;
-  shape.k = k;
-  return shape;
+constexpr Scaling kRows = Scaling::kBlock1x128, kSquares = Scaling::kBlock128x128;
+
+GemmDesc Desc(int64_t m, int64_t n, int64_t k, Scaling rhs = kSquares) {
+  GemmDesc desc;
+  desc.m = m;
+  desc.n = n;
+  desc.k = k;
+  desc.lhs_scaling = kRows;
+  desc.rhs_scaling = rhs;
+  return desc;
 }
 
-bool Near(double a, double b) { return std::abs(a - b) < 1e-9; }
+std::string Reason(const GemmDesc& desc) { return WhyNotBlockGemm(desc, desc.rhs_scaling); }
 
 TEST(WhatItTakes) {
-  EXPECT(WhyNotBlockGemm(Shape(1, 8, 16)).empty());
-  EXPECT(WhyNotBlockGemm(Shape(8192, 14336, 4096)).empty());
-  BlockGemmShape shape = Shape(256, 256, 256);
-  shape.out = DType::kF32;
-  EXPECT(WhyNotBlockGemm(shape).empty());
+  EXPECT(Reason(Desc(8, 16, 16)).empty());
+  EXPECT(Reason(Desc(8192, 14336, 4096)).empty());
+  GemmDesc desc = Desc(264, 272, 400, kRows);
+  desc.out = desc.c = DType::kF32;
+  desc.has_bias = desc.accumulates = desc.in_place = desc.has_alpha = true;
+  desc.alignment = 16;
+  EXPECT(Reason(desc).empty());
+}
+
+TEST(EachKernelTakesItsScales) {
+  EXPECT_CONTAINS(WhyNotBlockGemm(Desc(256, 256, 256), kRows), "rhs_scaling: expected block_1x128, got block_128x128");
+  EXPECT_CONTAINS(WhyNotBlockGemm(Desc(256, 256, 256, kRows), kSquares),
+                  "rhs_scaling: expected block_128x128, got block_1x128");
+  GemmDesc desc = Desc(256, 256, 256, kRows);
+  desc.lhs_scaling = kSquares;
+  EXPECT_CONTAINS(Reason(desc), "lhs_scaling: expected block_1x128, got block_128x128");
+  desc.lhs_scaling = desc.rhs_scaling = Scaling::kTensor;
+  EXPECT_CONTAINS(WhyNotBlockGemm(desc, kRows), "lhs_scaling: expected block_1x128, got tensor");
 }
 
 TEST(ReasonsNameWhatIsWrong) {
-  EXPECT(WhyNotBlockGemm(Shape(0, 8, 16)) == "m: expected a positive multiple of 1 below 2^31, got 0");
-  EXPECT(WhyNotBlockGemm(Shape(8, 12, 16)) == "n: expected a positive multiple of 8 below 2^31, got 12");
-  EXPECT(WhyNotBlockGemm(Shape(8, 8, 24)) == "k: expected a positive multiple of 16 below 2^31, got 24");
-  EXPECT(WhyNotBlockGemm(Shape(int64_t{1} << 31, 8, 16)) ==
-         "m: expected a positive multiple of 1 below 2^31, got 2147483648");
-  BlockGemmShape shape = Shape(256, 256, 256);
-  shape.alignment = 8;
-  EXPECT(WhyNotBlockGemm(shape) == "alignment: expected 16 bytes or more, got 8");
-  shape = Shape(256, 256, 256);
-  shape.a = DType::kE5M2;
-  EXPECT(WhyNotBlockGemm(shape) == "lhs dtype: expected float8_e4m3fn, got float8_e5m2");
-  shape = Shape(256, 256, 256);
-  shape.b = DType::kBF16;
-  EXPECT(WhyNotBlockGemm(shape) == "rhs dtype: expected float8_e4m3fn, got bfloat16");
-  shape = Shape(256, 256, 256);
-  shape.out = DType::kF16;
-  EXPECT(WhyNotBlockGemm(shape) == "out dtype: expected bfloat16 or float32, got float16");
-}
-
-// The numbers below follow from the tilings: whoever changes those counts again.
-TEST(Fill) {
-  static_assert(kernels::kTilingByBlocks.Rows() == 256 && kernels::kTilingByBlocks.Columns() == 256);
-  // 8 x 16 pairs of tiles for 66 pairs of blocks at a time: 2 rounds.
-  EXPECT(Near(BlockGemmFill(Shape(2048, 4096, 4096), 132), 128.0 / 132));
-  EXPECT(Near(BlockGemmFill(Shape(256, 256, 64), 132), 1.0 / 66));
-  // One row more than a tile costs a tile.
-  EXPECT(Near(BlockGemmFill(Shape(257, 256, 64), 2), 257.0 / 512));
-  EXPECT(BlockGemmFill(Shape(256, 256, 64), 1) == 0);
-}
-
-TEST(FillWhereBothAreScaledByVectors) {
-  static_assert(kernels::kTilingByVectors.Rows() == 128 && kernels::kTilingByVectors.Columns() == 256);
-  BlockGemmShape shape = Shape(2048, 4096, 4096);  // 16 x 16 pairs of tiles: 4 rounds
-  shape.vector_b = true;
-  EXPECT(Near(BlockGemmFill(shape, 132), 256.0 / 264));
-  shape = Shape(129, 256, 64);
-  shape.vector_b = true;
-  EXPECT(Near(BlockGemmFill(shape, 2), 129.0 / 256));
-}
-
-TEST(PaysWhereTilesFillTheGpu) {
-  EXPECT(BlockGemmPays(Shape(8192, 8192, 8192), 132));
-  EXPECT(BlockGemmPays(Shape(2048, 4096, 4096), 132));
-  EXPECT(!BlockGemmPays(Shape(256, 4096, 4096), 132));  // 16 of 66 pairs of blocks
-  EXPECT(!BlockGemmPays(Shape(8192, 8192, 8200), 132));  // k, however well it fills
+  EXPECT_CONTAINS(Reason(Desc(0, 8, 16)), "m: expected a positive multiple of 4 below 2^31, got 0");
+  EXPECT_CONTAINS(Reason(Desc(6, 8, 16)), "m: expected a positive multiple of 4 below 2^31, got 6");
+  EXPECT_CONTAINS(Reason(Desc(8, 12, 16)), "n: expected a positive multiple of 8 below 2^31, got 12");
+  EXPECT_CONTAINS(Reason(Desc(8, 8, 24)), "k: expected a positive multiple of 16 below 2^31, got 24");
+  EXPECT_CONTAINS(Reason(Desc(int64_t{1} << 31, 8, 16)),
+                  "m: expected a positive multiple of 4 below 2^31, got 2147483648");
+  GemmDesc desc = Desc(256, 256, 256);
+  desc.alignment = 8;
+  EXPECT_CONTAINS(Reason(desc), "alignment: expected 16 bytes or more, got 8");
+  desc = Desc(256, 256, 256);
+  desc.lhs = DType::kE5M2;
+  EXPECT_CONTAINS(Reason(desc), "lhs dtype: expected float8_e4m3fn, got float8_e5m2");
+  desc = Desc(256, 256, 256);
+  desc.rhs = DType::kE5M2;
+  EXPECT_CONTAINS(Reason(desc), "rhs dtype: expected float8_e4m3fn, got float8_e5m2");
+  desc = Desc(256, 256, 256);
+  desc.out = DType::kF16;
+  EXPECT_CONTAINS(Reason(desc), "out dtype: expected bfloat16 or float32, got float16");
+  desc = Desc(256, 256, 256);
+  desc.has_bias = true;
+  desc.bias_dtype = DType::kF32;
+  EXPECT_CONTAINS(Reason(desc), "bias dtype: expected bfloat16, got float32");
+  desc = Desc(256, 256, 256);
+  desc.accumulates = true;
+  desc.c = DType::kF32;
+  EXPECT_CONTAINS(Reason(desc), "c dtype: expected bfloat16, got float32");
 }
 
 }  // namespace

@@ -124,6 +124,12 @@ TEST(DescOfArgs) {
   EXPECT_EQ(DescOf(args).alignment, 256);
   args.rhs = memory + 256 + 16;
   EXPECT_EQ(DescOf(args).alignment, 16);
+  args.rhs = memory + 256;
+  args.rhs_scale_inv = reinterpret_cast<float*>(memory + 768 + 4);
+  EXPECT_EQ(DescOf(args).alignment, 256);
+  args.lhs_scaling = args.rhs_scaling = Scaling::kBlock1x128;
+  EXPECT_EQ(DescOf(args).alignment, 4);
+  args.lhs_scaling = args.rhs_scaling = Scaling::kTensor;
   EXPECT(!DescOf(args).accumulates && !DescOf(args).in_place && !DescOf(args).has_bias);
   args.beta = 1.0f;
   args.c = args.out;
