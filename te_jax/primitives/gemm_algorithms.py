@@ -2,10 +2,10 @@
 
 On CUDA the algorithm of a GEMM is chosen once in a process, when it is first run with its shapes, dtypes, epilogue and
 alignment; all GPUs of one kind share the choice. With ``TE_JAX_GEMM_ALGORITHMS=first`` it is the first that
-cuBLASLt's heuristic offers, which is the same in every process; with ``timed`` the fastest of at most 16, the first
-unless another beats it by more than 1%. Algorithms differ in the order of their sums, so processes that time may differ
-in the last bits: what has to repeat bit for bit uses ``first``, or the choices of an earlier process, from a file
-(``TE_JAX_GEMM_ALGORITHMS_FILE``, or :func:`load`) or a checkpoint, which holds them.
+cuBLASLt's heuristic offers, which is the same in every process; with ``timed`` the fastest of at most 16 and of
+te_jax's own kernels, the first unless another beats it by more than 1%. Algorithms differ in the order of their sums,
+so processes that time may differ in the last bits: what has to repeat bit for bit uses ``first``, or the choices of an
+earlier process, from a file (``TE_JAX_GEMM_ALGORITHMS_FILE``, or :func:`load`) or a checkpoint, which holds them.
 """
 
 from __future__ import annotations
