@@ -257,8 +257,18 @@ __global__ void __launch_bounds__(Geometry::kTileThreads, Geometry::kBlocksPerSM
   }
 }
 
+// A thread of 256 has twice the rows of one of 512. Measured on an H200 with one 16-bit operand that is 9% faster
+// (quantize) or 5% (gelu); with two operands in registers it makes no difference (swiglu) or is 13% slower (dgelu).
 template <class Loader>
-using DefaultGeometry = BlockGeometry<512, Loader::kOutputs == 1 && sizeof(typename Loader::Element) == 2 ? 2 : 1>;
+struct DefaultGeometryOf {
+  using Element = typename Loader::Element;
+  static constexpr bool kIsHalf = sizeof(Element) == 2;
+  static constexpr bool kOneOperand = sizeof(typename Loader::Fragment) < 2 * sizeof(Chunk<Element, kChunk>);
+  using type = std::conditional_t<Loader::kOutputs == 1 && kIsHalf && kOneOperand, BlockGeometry<256, 3>,
+                                  BlockGeometry<512, Loader::kOutputs == 1 && kIsHalf ? 2 : 1>>;
+};
+template <class Loader>
+using DefaultGeometry = typename DefaultGeometryOf<Loader>::type;
 
 // Queues the kernel over y [rows, kOutputs * cols], and DbiasKernel. With two planes cols is whole blocks.
 template <class Loader, class Geometry>

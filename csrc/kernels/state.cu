@@ -42,6 +42,24 @@ struct WriteParams {
 };
 static_assert(sizeof(WriteParams) <= 4096);
 
+// use(i, load(i)) for this thread's indices, begin + threadIdx.x and every kThreads-th below `end`. A batch's loads are all
+// on their way before the first is used: what a small kernel takes is latency.
+constexpr int kBatch = 4;
+template <class Load, class Use>
+__device__ void ForEachInBatches(int64_t begin, int64_t end, Load&& load, Use&& use) {
+  for (int64_t first = begin + threadIdx.x; first < end; first += kBatch * kThreads) {
+    decltype(load(first)) values[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (const int64_t i = first + j * kThreads; i < end) values[j] = load(i);
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (const int64_t i = first + j * kThreads; i < end) use(i, values[j]);
+    }
+  }
+}
+
 struct Row {
   state::Uses uses;
   float newest;
@@ -78,13 +96,16 @@ __device__ Row Decode(const Leaves& leaves, int q) {
   __shared__ float shared_newest, highest_of[kWarps], lowest_of[kWarps];
   const float* history = leaves.amax_history + q * leaves.history_len;
   const float* slots = leaves.uses + static_cast<int64_t>(q) * state::kUses;
+  const float first = LeafOf(history, 0), second = leaves.history_len > 1 ? LeafOf(history, 1) : 0.0f;
+  const float scale = LeafOf(leaves.scale, q), parity = LeafOf(slots, state::kParity);
 
   float highest = 0.0f, lowest = 0.0f;
-  for (int64_t i = 1 + threadIdx.x; i < leaves.history_len; i += kThreads) {
-    const float value = LeafOf(history, i);
-    highest = state::Max(highest, value);
-    lowest = state::Min(lowest, value);
-  }
+  ForEachInBatches(
+      1, leaves.history_len, [&](int64_t i) { return LeafOf(history, i); },
+      [&](int64_t, float value) {
+        highest = state::Max(highest, value);
+        lowest = state::Min(lowest, value);
+      });
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
     highest = state::Max(highest, __shfl_xor_sync(kFullMask, highest, offset));
     lowest = state::Min(lowest, __shfl_xor_sync(kFullMask, lowest, offset));
@@ -96,7 +117,7 @@ __device__ Row Decode(const Leaves& leaves, int q) {
   if (threadIdx.x < kWarp) {
     state::Sums sums;
     state::Uses uses;
-    const float newest = NewestOf(slots, LeafOf(history, 0), sums, uses);
+    const float newest = NewestOf(slots, first, sums, uses);
     if (threadIdx.x == 0) {
       shared_sums = sums;
       shared_uses = uses;
@@ -112,9 +133,8 @@ __device__ Row Decode(const Leaves& leaves, int q) {
     sums.lowest = state::Min(sums.lowest, lowest_of[warp]);
   }
   Row row{shared_uses, shared_newest, {}};
-  row.view = state::Read(sums, row.uses, row.newest, leaves.history_len > 1 ? LeafOf(history, 1) : 0.0f,
-                         LeafOf(leaves.scale, q), LeafOf(slots, state::kParity), MaxOf(leaves, q),
-                         leaves.power_of_margin, leaves.most_recent);
+  row.view = state::Read(sums, row.uses, row.newest, second, scale, parity, MaxOf(leaves, q), leaves.power_of_margin,
+                         leaves.most_recent);
   return row;
 }
 
@@ -140,10 +160,11 @@ __global__ void __launch_bounds__(kThreads) WriteKernel(const __grid_constant__ 
   }
   const float amax = state::UsableAmax(*params.amaxes[q]);
   const Row row = Decode(params.leaves, q);
-  for (int64_t i = threadIdx.x; i + 1 < length; i += kThreads) {
-    const float shifted = state::Shifted(i, LeafOf(history, i), LeafOf(history, i + 1), row.uses, row.newest);
-    new_history[i + 1] = state::Encode(shifted);
-  }
+  ForEachInBatches(
+      0, length - 1, [&](int64_t i) { return make_float2(LeafOf(history, i), LeafOf(history, i + 1)); },
+      [&](int64_t i, float2 slots) {
+        new_history[i + 1] = state::Encode(state::Shifted(i, slots.x, slots.y, row.uses, row.newest));
+      });
   if (threadIdx.x < state::kUses) new_uses[threadIdx.x] = state::EncodeUses(threadIdx.x, row.view, amax);
   if (threadIdx.x == 0) {
     new_history[0] = state::Encode(amax);
