@@ -61,7 +61,12 @@ def ratios(rows: Sequence[Row], ours: Key, theirs: Sequence[Key], what: str = "f
 
 
 def limit_shares(rows: Sequence[Row], ours: Key) -> dict:
-    """(case, tokens) -> limit / time. Current scaling's limit has its second read, precise GEMMs' theirs."""
+    """(case, tokens) -> limit / time. Current scaling's limit has its second read; {} where no limit was measured.
+
+    Limits are those of GEMMs with fast accumulation, so nothing else has a share of one.
+    """
+    if ours[2] != "fast":
+        return {}
     kind = "limit_current_ms" if ours[1] == "current" else "limit_ms"
     return {(r["case"], r["tokens"]): r[kind] / r["fwd_bwd_ms"] for r in rows if key(r) == ours and kind in r}
 
@@ -80,9 +85,11 @@ def summary(rows: Sequence[Row]) -> list[str]:
         engine = [k for k in keys if k[0] == "TransformerEngine" and k[1] == ours[1]]
         lines += _line(f"{_label(ours)}: times TransformerEngine {ours[1]}", ratios(rows, ours, engine), 0.98, 1.05)
         bf16 = ratios(rows, ours, flax)
-        lines += _line(f"{_label(ours)}: times flax bf16", bf16, None, 1.6)
+        blocks = ours[1] == "block"
+        lines += _line(f"{_label(ours)}: times flax bf16", bf16, None, None if blocks else 1.6)
         long = {c: v for c, v in bf16.items() if c[1] == 8192}
-        lines += _line(f"{_label(ours)}: times flax bf16 at 8192 tokens", long, 1.5, None)
+        wanted = (None, 1.3) if blocks else (1.5, None)
+        lines += _line(f"{_label(ours)}: times flax bf16 at 8192 tokens", long, *wanted)
         lines += _line(f"{_label(ours)}: times Fp8DirectDotGeneralOp", ratios(rows, ours, direct), 1.0, 1.1)
     return lines
 
@@ -97,7 +104,7 @@ def _line(what: str, values: dict, worst: float | None, mean: float | None) -> l
         text for text, bound in ((f"every {worst}", worst), (f"mean {mean}", mean)) if bound is not None
     )
     found = f"{middle:.3f} (lowest {lowest:.3f}, {case}, {tokens})"
-    return [f"- {what}: {found}; wanted {wanted}: {'met' if met else 'not met'}"]
+    return [f"- {what}: {found}" + (f"; wanted {wanted}: {'met' if met else 'not met'}" if wanted else "")]
 
 
 def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
