@@ -25,8 +25,18 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t col = static_cast<int64_t>(blockIdx.x) * kDbiasCols + lane;
   float sum = 0.0f;
   if (col < cols) {
-#pragma unroll 4
-    for (int64_t tile = warp; tile < num_row_tiles; tile += kWarps) sum += tile_sums[tile * cols + col];
+    // Eight loads on their way at a time, whatever the number of tiles: few tiles cost latency, not bandwidth.
+    constexpr int kBatch = 8;
+    for (int64_t first = warp; first < num_row_tiles; first += kBatch * kWarps) {
+      float values[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int64_t tile = first + i * kWarps;
+        values[i] = tile < num_row_tiles ? tile_sums[tile * cols + col] : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) sum += values[i];
+    }
   }
   scratch[warp][lane] = sum;
   __syncthreads();
