@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from te_jax import config
-from te_jax.primitives import gemm_algorithms, library, spec, support
+from te_jax.primitives import definition, gemm_algorithms, library, spec, support
+from te_jax.quant import state
+from te_jax.recipe import DelayedScaling
 
 _PACKAGES = ("te_jax", "jax", "jaxlib", "jax-cuda13-plugin", "flax", "orbax-checkpoint", "optax", "numpy", "scipy")
 _PLATFORMS = ("cpu", "cuda")
@@ -20,6 +22,7 @@ def _samples() -> dict[str, tuple]:
     """For each primitive a spec and operands of a shape that its handlers take."""
     x, wide, scale = _shape(64, 32), _shape(64, 64), _shape(dtype=jnp.float32)
     data, weight = _shape(64, 32, dtype=jnp.float8_e4m3fn), _shape(16, 32, dtype=jnp.float8_e4m3fn)
+    leaves = jax.eval_shape(lambda: state.init(2, DelayedScaling())).values()  # of two quantizers
     return {
         "quantize": (spec.QuantizeSpec(format="e4m3", data_t=True), x, scale),
         "dequantize": (spec.DequantizeSpec(), data, scale),
@@ -28,6 +31,8 @@ def _samples() -> dict[str, tuple]:
         "activation": (spec.ActivationSpec(format="e4m3", kind="swiglu"), wide, scale),
         "activation_grad": (spec.ActivationGradSpec(format="e5m2", kind="swiglu"), x, wide, scale),
         "gemm": (spec.GemmSpec(), data, weight, scale, scale),
+        "scale_read": (spec.ScaleReadSpec(formats="e4m3 e5m2"), *leaves),
+        "scale_write": (spec.ScaleWriteSpec(formats="e4m3 e5m2", used="11"), *leaves, scale, scale),
     }
 
 
@@ -71,7 +76,12 @@ def _cublaslt() -> str:
 
 
 def _custom_calls(platform: str) -> Iterator[str]:
-    for name, (sample, *operands) in _samples().items():
+    samples = _samples()
+    for name in (target.removeprefix("te_jax_") for target in definition.targets()):
+        if name not in samples:
+            yield f"{name}: unknown: this report has no sample of it"
+            continue
+        sample, *operands = samples[name]
         reason = library.status(platform).reason or support.why_not(sample, *operands, platform=platform)
         yield f"{name}: " + (f"jnp reference: {reason}" if reason else "custom call")
 

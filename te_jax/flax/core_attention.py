@@ -7,6 +7,7 @@ import math
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
@@ -53,8 +54,7 @@ def core_attention(
     if implementation == "cudnn" and reason:
         raise ValueError(f"core_attention: implementation='cudnn': expected what cuDNN takes, got: {reason}")
     if implementation == "xla" or reason:
-        out = jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation="xla")
-        return checkpoint_name(out, "core_attn")
+        return checkpoint_name(_xla_attention(query, key, value, causal), "core_attn")
     *lead, heads, head_dim = query.shape
     groups = key.shape[-2]
     # One type of varying axes, so that cotangents have that of their primals: pvary's transpose is the sum.
@@ -62,6 +62,15 @@ def core_attention(
     query, key, value = (compat.pvary(x, varying) for x in (query, key, value))
     grouped = query.reshape(*lead, groups, heads // groups, head_dim)
     return _attention(causal, 1 / math.sqrt(head_dim), grouped, key, value).reshape(query.shape)
+
+
+def _xla_attention(query: Array, key: Array, value: Array, causal: bool) -> Array:
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="xla")
+    # jax asks for float16 products with the algorithm F16_F16_F32. XLA's GPU compiler has it in libraries only and
+    # fails on products with vectors, which it compiles itself: these are in float32, where memory is what takes time.
+    if query.dtype == jnp.float16 and 1 in (query.shape[-3], key.shape[-3], query.shape[-1]):
+        return attend(*(x.astype(jnp.float32) for x in (query, key, value))).astype(query.dtype)
+    return attend(query, key, value)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import te_jax as te
+from te_jax.flax.core_attention import core_attention
 from te_jax.testing import aot, hlo
 
 BATCH, SEQ, WIDTH, HEADS, GROUPS = 2, 384, 512, 4, 2
@@ -66,6 +67,19 @@ def test_four_kernels_between_the_projections_and_cudnn(text):
 
 def test_xla_when_asked():
     assert hlo.count_custom_calls(program(attention_implementation="xla"), "__cudnn$") == {}
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize(("tokens", "seen", "head_dim"), [(1, 1, 64), (1, 64, 12), (5, 1, 64), (64, 64, 1), (7, 7, 8)])
+def test_float16_compiles_where_products_are_with_vectors(tokens, seen, head_dim, implementation):
+    q, k = (jax.ShapeDtypeStruct((BATCH, length, 2, head_dim), jnp.float16) for length in (tokens, seen))
+
+    def both(q, k, v, dout):
+        out, vjp = jax.vjp(lambda *x: core_attention(*x, causal=False, implementation=implementation), q, k, v)
+        return out, vjp(dout)
+
+    assert all(x.dtype == jnp.float16 for x in jax.tree.leaves(jax.eval_shape(both, q, k, k, q)))
+    aot.compile_for_h200(both, (q, k, k, q))
 
 
 def test_statistics_are_computed_only_for_a_gradient():

@@ -1,10 +1,12 @@
 """The parts of the language-model example."""
 
+import functools
 import os
 import pathlib
 import signal
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,8 +14,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 
 import lm_console
 import lm_data
+import lm_model
 import lm_report
 
+import te_jax as te
 from te_jax.testing import hlo
 
 
@@ -118,3 +122,22 @@ def test_first_signal_is_noted_the_second_one_is_not():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_model_takes_kernels_that_were_quantized_before():
+    model = lm_model.LanguageModel(
+        vocabulary=64, layers=2, width=64, heads=2, hidden_features=128, recipe=te.DelayedScaling(), remat=True
+    )
+    tokens = jax.random.randint(jax.random.key(0), (4, 16), 0, 64)
+    variables = model.init(jax.random.key(1), tokens)
+
+    def loss(variables, tokens):
+        return (model.apply(variables, tokens) ** 2).mean()
+
+    quantized = te.quantize_kernels(model, variables, tokens)
+    kernels = quantized[te.state.KERNELS]
+    assert set(kernels) == {"layers", "head"}
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(kernels["layers"])} == {model.layers}
+    gradients = jax.jit(functools.partial(te.accumulate_gradients, loss, num_microbatches=2))
+    got, want = gradients(quantized, tokens), gradients(variables, tokens)
+    jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -70,6 +70,20 @@ def test_values_and_gradients(dtype, causal):
     assert_close((attend(causal)(*operands[:3]),), got[:1])  # not differentiated
 
 
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_float16_with_a_single_key_is_its_value(tokens, implementation):
+    """What is computed in float32 because XLA's GPU compiler doesn't do it in float16 (core_attention)."""
+    rng = np.random.default_rng(0)
+    shapes = [(B, tokens, 2, D), (B, 1, 2, D), (B, 1, 2, D), (B, tokens, 2, D)]
+    q, k, v, dout = (jnp.asarray(rng.normal(size=shape), jnp.float16) for shape in shapes)
+    out, dq, dk, dv = value_and_grads(attend(causal=False, implementation=implementation), q, k, v, dout)
+    assert {x.dtype for x in (out, dq, dk, dv)} == {jnp.dtype(jnp.float16)}
+    np.testing.assert_array_equal(out, np.broadcast_to(v, q.shape))
+    assert_close((out, dv), (out, np.asarray(dout, np.float64).sum(1, keepdims=True)), 0.001)
+    assert max(np.abs(dq).max(), np.abs(dk).max()) <= 0.01
+
+
 # The program for CUDA, whatever the process has.
 
 
