@@ -37,7 +37,7 @@ struct QuantizedOut {
   // Block scaling: no scale, scale_used and amax. Scales as a GEMM reads them (GemmArgs).
   Scaling scaling = Scaling::kTensor;  // kBlock1x128: data_t [cols, padded rows] is quantized by itself
   float* scale_inv_t = nullptr;        // of the blocks of data_t
-  int64_t group_rows = 0;              // rows of the last leading dimension: no block crosses from one group into the next
+  int64_t group_rows = 0;              // rows of the last leading dimension: no block crosses into the next group
 };
 
 // Rows of data_t in 1x128 blocks: every group is padded to whole blocks.
@@ -88,7 +88,9 @@ struct NormGradArgs {
 };
 
 enum class ActivationKind : int32_t { kGELU, kSiLU, kReLU, kGEGLU, kSwiGLU };
-constexpr bool IsGated(ActivationKind kind) { return kind == ActivationKind::kGEGLU || kind == ActivationKind::kSwiGLU; }
+constexpr bool IsGated(ActivationKind kind) {
+  return kind == ActivationKind::kGEGLU || kind == ActivationKind::kSwiGLU;
+}
 
 struct ActivationArgs {
   int64_t rows = 0, cols = 0;  // of the result; x is [rows, 2 * cols] when gated

@@ -51,8 +51,8 @@ inline uint32_t EncodeMagnitude(uint32_t magnitude) {
   constexpr uint32_t kMinNormal = static_cast<uint32_t>(127 + 1 - kBias) << 23;
   // Normal: add just under half a unit in the last place, plus one if the kept part is odd, and cut.
   const uint32_t odd = (magnitude >> kShift) & 1;
-  const uint32_t normal =
-      ((magnitude + ((1u << (kShift - 1)) - 1) + odd) >> kShift) - (static_cast<uint32_t>(127 - kBias) << kMantissaBits);
+  constexpr uint32_t kRebias = static_cast<uint32_t>(127 - kBias) << kMantissaBits;
+  const uint32_t normal = ((magnitude + ((1u << (kShift - 1)) - 1) + odd) >> kShift) - kRebias;
   // Subnormal: adding a float whose unit in the last place is the smallest subnormal makes the hardware round.
   constexpr uint32_t kMagic = static_cast<uint32_t>(127 + 1 - kBias + 23 - kMantissaBits) << 23;
   const uint32_t subnormal = BitsOf(FloatOf(magnitude) + FloatOf(kMagic)) - kMagic;

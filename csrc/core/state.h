@@ -115,7 +115,8 @@ TE_JAX_HOST_DEVICE inline Uses CountUses(float with_amax, float no_amax, float n
 // that of the mean if not. The maximum over slots is the rung of the largest amax.
 TE_JAX_HOST_DEVICE inline int32_t PossibleRung(int slot, float value, const Uses& uses) {
   const int32_t base = Rung(uses.mean);
-  const int32_t rung = base + ((slot - base + kRungs / 2) & (kRungs - 1)) - kRungs / 2;  // the alias nearest to the mean
+  // The alias nearest to the mean.
+  const int32_t rung = base + ((slot - base + kRungs / 2) & (kRungs - 1)) - kRungs / 2;
   const float share = Flush(value * Flush(1.0f / uses.u));
   // 1.1: the shares of a tree that was cast to bfloat16 are rounded.
   return share > 0.0f && Flush(share * LowerEdge(rung)) <= Flush(1.1f * uses.mean) ? rung : base;

@@ -32,7 +32,8 @@ void EncodeRow(const float* row, int64_t n, float scale, DType format, uint8_t* 
 // max |row|, as the bits of a float: NaN is above infinity, so that it wins. `previous` is the maximum so far.
 uint32_t AmaxBits(const float* row, int64_t n, uint32_t previous);
 
-// Runs `produce(row, out [cols])` for every row, stores the rounded results (in hp if it is wanted) and writes the rest.
+// Runs `produce(row, out [cols])` for every row, stores the rounded results (in hp if it is wanted) and writes the
+// rest.
 template <typename Produce>
 [[nodiscard]] bool ProduceAndWrite(int64_t rows, int64_t cols, DType dtype, const QuantizedOut& out, Produce produce) {
   const Scratch<float> row(cols);

@@ -46,7 +46,9 @@ void DecodeRows(Operands& operands, const QuantizingSpec& spec, const Shape& sha
   operands.Expect(*rows > 0, "number of rows", "at least 1", std::to_string(*rows));
   operands.Aligned("last dimension", *cols);
   // 1x128 blocks are padded to whole ones.
-  if (spec.data_t && spec.scaling != "block_1x128") operands.Aligned("number of rows of a tensor that is written transposed", *rows);
+  if (spec.data_t && spec.scaling != "block_1x128") {
+    operands.Aligned("number of rows of a tensor that is written transposed", *rows);
+  }
 }
 
 QuantizedOut DecodeQuantized(Operands& operands, const QuantizingSpec& spec, DType dtype, const Shape& shape) {

@@ -14,9 +14,10 @@
 
 namespace te_jax::gemm {
 
-// Operands and results of a GEMM on the current device. All of it goes back to the device when a Bench is destroyed: XLA
-// and NCCL allocate what XLA's own pool has left over, and there may be little of that. For the same reason nothing is
-// taken if little would be left. An error is kept in error(), never in the runtime, where the next launch would find it.
+// Operands and results of a GEMM on the current device. All of it goes back to the device when a Bench is destroyed:
+// XLA and NCCL allocate what XLA's own pool has left over, and there may be little of that. For the same reason nothing
+// is taken if little would be left. An error is kept in error(), never in the runtime, where the next launch would find
+// it.
 class Bench {
  public:
   // `args` says what is wanted; its pointers aren't read.

@@ -9,8 +9,8 @@
 
 namespace te_jax::gemm {
 
-// At most `count` algorithms of cuBLASLt, the one that its heuristic expects to be fastest first, and with a `count` above
-// 1 the kernels of ours that can compute it. Failing to find one of cuBLASLt is an error.
+// At most `count` algorithms of cuBLASLt, the one that its heuristic expects to be fastest first, and with a `count`
+// above 1 the kernels of ours that can compute it. Failing to find one of cuBLASLt is an error.
 std::vector<AlgorithmBlob> Candidates(Calls& calls, cublasLtHandle_t handle, const Problem& problem,
                                       cublasLtMatmulDesc_t operation, int count);
 

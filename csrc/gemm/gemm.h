@@ -23,9 +23,9 @@ struct Status {
 
 // Queues the GEMM on `stream`, which may be capturing. The first call for a description chooses an algorithm, which a
 // device keeps for the rest of the process: the first that cuBLASLt's heuristic offers, or the fastest of 16 and the
-// kernels of ours if they are timed (timing.h). FP32 operands are multiplied in FP32, not in TF32. Sums are rounded once, with one exception that
-// is cuBLASLt's: in place (c == out) and with a 16-bit result, the FP8 kernels round the product before they add c (seen
-// with 13.1).
+// kernels of ours if they are timed (timing.h). FP32 operands are multiplied in FP32, not in TF32. Sums are rounded
+// once, with one exception that is cuBLASLt's: in place (c == out) and with a 16-bit result, the FP8 kernels round the
+// product before they add c (seen with 13.1).
 Status Launch(const GemmArgs& args, void* workspace, cudaStream_t stream);
 
 // Whether algorithms are chosen by timing them, from now on. They are unless this says otherwise.

@@ -72,7 +72,8 @@ std::string WhyNot(const GemmDesc& desc) {
   if (IsFP8(desc.lhs)) return WhyNotFP8(desc);
   if (desc.rhs != desc.lhs) return Expected("rhs", NameOf(desc.lhs), desc.rhs);
   if (desc.out != desc.lhs && desc.out != DType::kF32) {
-    return Expected("out", desc.lhs == DType::kF32 ? "float32" : std::string(NameOf(desc.lhs)) + " or float32", desc.out);
+    const std::string wanted = desc.lhs == DType::kF32 ? "float32" : std::string(NameOf(desc.lhs)) + " or float32";
+    return Expected("out", wanted, desc.out);
   }
   if (desc.has_bias && desc.bias_dtype != desc.out) return Expected("bias", NameOf(desc.out), desc.bias_dtype);
   return "";
@@ -98,7 +99,8 @@ std::string ToString(const GemmDesc& desc) {
          (desc.has_bias ? std::string(" bias=") + NameOf(desc.bias_dtype) : "") +
          (desc.accumulates ? std::string(" c=") + NameOf(desc.c) : "") + flag(desc.in_place, "in_place") +
          flag(desc.lhs_contract_first, "lhs_contract_first") + flag(desc.rhs_contract_first, "rhs_contract_first") +
-         flag(desc.fast_accumulation, "fast_accumulation") + flag(desc.has_amax, "amax") + flag(desc.has_alpha, "alpha") +
+         flag(desc.fast_accumulation, "fast_accumulation") + flag(desc.has_amax, "amax") +
+         flag(desc.has_alpha, "alpha") +
          (IsBlockScaled(desc) ? std::string(" ") + NameOf(desc.lhs_scaling) + " by " + NameOf(desc.rhs_scaling) : "") +
          " alignment=" + std::to_string(desc.alignment);
 }

@@ -12,8 +12,8 @@
 
 namespace te_jax::gemm {
 
-// Everything of GemmArgs that an algorithm may depend on; the key of the algorithm cache. The values of alpha and beta and the
-// pointers are not here: one algorithm serves all of them.
+// Everything of GemmArgs that an algorithm may depend on; the key of the algorithm cache. The values of alpha and beta
+// and the pointers are not here: one algorithm serves all of them.
 struct GemmDesc {
   int64_t m = 0, n = 0, k = 0;
   DType lhs = DType::kE4M3, rhs = DType::kE4M3, out = DType::kBF16;
@@ -23,8 +23,8 @@ struct GemmDesc {
   bool has_bias = false, accumulates = false, in_place = false, has_amax = false;
   bool has_alpha = false;  // not 1
   Scaling lhs_scaling = Scaling::kTensor, rhs_scaling = Scaling::kTensor;
-  // Bytes; the largest power of two up to 256 that divides every matrix's address, and of block-scaled operands those of
-  // the scales and the bias.
+  // Bytes; the largest power of two up to 256 that divides every matrix's address, and of block-scaled operands those
+  // of the scales and the bias.
   int32_t alignment = 256;
 
   bool operator==(const GemmDesc& other) const;
@@ -49,8 +49,8 @@ struct GemmPlan {
   bool fp8;
 };
 
-// cuBLASLt wants the scales of 128x128 blocks [row blocks, k blocks padded to 4]. Where they have to be copied for that,
-// the copy takes the end of the workspace.
+// cuBLASLt wants the scales of 128x128 blocks [row blocks, k blocks padded to 4]. Where they have to be copied for
+// that, the copy takes the end of the workspace.
 struct ScalePadding {
   size_t rows = 0, width = 0, pitch = 0;  // row blocks; bytes of a row, and from one to the next
 

@@ -2,8 +2,8 @@
 // the operands, one write of each result, in tiles of 128 x 128, so that a block of each kind lies in one tile:
 //
 //   data   1x128 blocks along the columns: 16 lanes of a warp hold one
-//   data_t 1x128 blocks along the rows of a group (QuantizedOut), cast again with their own scales; transposed in shared
-//          memory
+//   data_t 1x128 blocks along the rows of a group (QuantizedOut), cast again with their own scales; transposed in
+//          shared memory
 //   both   128x128 blocks: one scale for the tile
 //
 // y comes from the loaders of quantizing_pass.cuh and stays in registers, in its own dtype, until all amaxes are known.
@@ -291,13 +291,11 @@ cudaError_t LaunchBlocks(const Loader& loader, int64_t rows, int64_t cols, const
   params.scale_inv_t = out.scale_inv_t;
   params.tile_sums = out.dbias == nullptr ? nullptr : tile_sums;
   const auto tiles = static_cast<unsigned>(BlockRowTiles(rows, out) * NumBlocks(cols));
-  const auto launch = [&](auto kernel) {
-    return Launch(kernel, tiles, Geometry::kTileThreads, stream, loader, params);
-  };
-  const cudaError_t error =
-      out.dbias == nullptr
-          ? square ? launch(BlockKernel<Loader, Geometry, true, false>) : launch(BlockKernel<Loader, Geometry, false, false>)
-          : square ? launch(BlockKernel<Loader, Geometry, true, true>) : launch(BlockKernel<Loader, Geometry, false, true>);
+  const auto kernel = out.dbias == nullptr ? square ? BlockKernel<Loader, Geometry, true, false>
+                                                    : BlockKernel<Loader, Geometry, false, false>
+                      : square             ? BlockKernel<Loader, Geometry, true, true>
+                                           : BlockKernel<Loader, Geometry, false, true>;
+  const cudaError_t error = Launch(kernel, tiles, Geometry::kTileThreads, stream, loader, params);
   if (error != cudaSuccess || out.dbias == nullptr) return error;
   return LaunchDbias(BlockRowTiles(rows, out), Loader::kOutputs * cols, tile_sums, out, stream);
 }

@@ -1,5 +1,5 @@
-// What a pass in block scaling (block_pass.cuh) does within a tile of 128 x 128: maxima of magnitudes along its rows and
-// columns, sums along its columns, its transposition.
+// What a pass in block scaling (block_pass.cuh) does within a tile of 128 x 128: maxima of magnitudes along its rows
+// and columns, sums along its columns, its transposition.
 #ifndef TE_JAX_KERNELS_BLOCK_TILE_CUH_
 #define TE_JAX_KERNELS_BLOCK_TILE_CUH_
 

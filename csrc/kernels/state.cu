@@ -42,8 +42,8 @@ struct WriteParams {
 };
 static_assert(sizeof(WriteParams) <= 4096);
 
-// use(i, load(i)) for this thread's indices, begin + threadIdx.x and every kThreads-th below `end`. A batch's loads are all
-// on their way before the first is used: what a small kernel takes is latency.
+// use(i, load(i)) for this thread's indices, begin + threadIdx.x and every kThreads-th below `end`. A batch's loads are
+// all on their way before the first is used: what a small kernel takes is latency.
 constexpr int kBatch = 4;
 template <class Load, class Use>
 __device__ void ForEachInBatches(int64_t begin, int64_t end, Load&& load, Use&& use) {

@@ -136,7 +136,8 @@ TEST(QuantizeAttributeErrors) {
   EXPECT_CONTAINS(QuantizeError(args, kDataOnly, spec), "if_unseeded: expected a pass that wants amax alone");
   spec = Data();
   spec.data_t = true;
-  EXPECT_CONTAINS(QuantizeError(args, kDataOnly, spec), "written transposed: expected a positive multiple of 16, got 6");
+  EXPECT_CONTAINS(QuantizeError(args, kDataOnly, spec),
+                  "written transposed: expected a positive multiple of 16, got 6");
 }
 
 TEST(Norm) {
@@ -165,8 +166,9 @@ TEST(NormGrad) {
   spec.kind = "layernorm";
   spec.residual = true;
   const std::vector<Spec> rets = {{BF16, {2, 3, 32}}, {F32, {32}}, {F32, {32}}};
-  const Frame frame({{BF16, {2, 3, 32}}, {BF16, {2, 3, 32}}, {F32, {32}}, {F32, {2, 3}}, {F32, {2, 3}}, {BF16, {2, 3, 32}}},
-                    rets);
+  const std::vector<Spec> operands = {{BF16, {2, 3, 32}}, {BF16, {2, 3, 32}}, {F32, {32}},
+                                      {F32, {2, 3}},      {F32, {2, 3}},      {BF16, {2, 3, 32}}};
+  const Frame frame(operands, rets);
   const auto args = DecodeNormGrad(frame.args(), frame.rets(), spec);
   EXPECT(args.has_value());
   if (args.has_value()) {
@@ -181,7 +183,8 @@ TEST(NormGrad) {
                   "te_jax norm_grad: number of operands: expected 5, got 6");
   spec.kind = "rmsnorm";
   const Frame scalar({{BF16, {}}, {BF16, {}}, {F32, {32}}, {F32, {}}}, {{BF16, {}}, {F32, {32}}});
-  EXPECT_CONTAINS(DecodeNormGrad(scalar.args(), scalar.rets(), spec).error().message(), "rank: expected at least 1, got 0");
+  EXPECT_CONTAINS(DecodeNormGrad(scalar.args(), scalar.rets(), spec).error().message(),
+                  "rank: expected at least 1, got 0");
 }
 
 TEST(GatedActivation) {
@@ -229,7 +232,8 @@ TEST(QuantizeBlocks) {
   EXPECT(args->out.scale_inv == frame.ret(2) && args->out.scale_inv_t == frame.ret(3));
 
   spec.scaling = "block_128x128";
-  const std::vector<Spec> squares = {{E4M3, {144, 272}}, {E4M3, {272, 144}}, {F32, {2, 3}}, {F32, {3, 2}}, {F32, {272}}};
+  const std::vector<Spec> squares = {
+      {E4M3, {144, 272}}, {E4M3, {272, 144}}, {F32, {2, 3}}, {F32, {3, 2}}, {F32, {272}}};
   EXPECT_EQ(QuantizeError({{BF16, {144, 272}}}, squares, spec).size(), 0u);
   EXPECT_CONTAINS(QuantizeError({{BF16, {2, 8, 144}}}, rets, spec), "rank: expected 2 in block_128x128, got 3");
   EXPECT_CONTAINS(QuantizeError({{BF16, {70, 144}}}, squares, spec), "number of rows of a tensor that is written");
@@ -279,8 +283,9 @@ TEST(GemmWithEverything) {
   spec.bias = spec.amax = true;
   spec.beta = 0.5f;
   spec.out_dtype = "float8_e4m3fn";
-  const Frame frame({{E4M3, {48, 2, 8}}, {E5M2, {32, 2, 8}}, {F32, {}}, {F32, {}}, {BF16, {32}}, {BF16, {48, 32}}, {F32, {}}},
-                    {{E4M3, {48, 32}}, {F32, {}}});
+  const std::vector<Spec> operands = {
+      {E4M3, {48, 2, 8}}, {E5M2, {32, 2, 8}}, {F32, {}}, {F32, {}}, {BF16, {32}}, {BF16, {48, 32}}, {F32, {}}};
+  const Frame frame(operands, {{E4M3, {48, 32}}, {F32, {}}});
   const auto args = DecodeGemm(frame.args(), frame.rets(), spec);
   EXPECT(args.has_value());
   if (!args.has_value()) return;
@@ -302,7 +307,8 @@ TEST(GemmBlocks) {
   EXPECT(args->lhs_scaling == Scaling::kBlock1x128 && args->rhs_scaling == Scaling::kBlock128x128);
   EXPECT(args->lhs_scale_inv == frame.arg(2) && args->rhs_scale_inv == frame.arg(3));
   EXPECT_CONTAINS(GemmError({lhs, rhs, {F32, {}}, b}, out, spec), "lhs_scale_inv shape: expected [3, 2, 8], got []");
-  EXPECT_CONTAINS(GemmError({lhs, rhs, a, {F32, {3, 2}}}, out, spec), "rhs_scale_inv shape: expected [2, 3], got [3, 2]");
+  EXPECT_CONTAINS(GemmError({lhs, rhs, a, {F32, {3, 2}}}, out, spec),
+                  "rhs_scale_inv shape: expected [2, 3], got [3, 2]");
   EXPECT_CONTAINS(GemmError({{E4M3, {5, 272}}, rhs, a, b}, out, spec),
                   "lhs's number of rows: expected a multiple of 8 in block_1x128, got 5");
   spec.lhs_scaling = "tensor";
@@ -346,7 +352,8 @@ TEST(GemmErrors) {
   spec.fp8 = false;
   spec.lhs_contract_first = true;
   EXPECT_CONTAINS(GemmError({{BF16, {64, 5}}, {BF16, {32, 64}}}, out, spec), "lhs's kept dimension, its last one");
-  EXPECT_CONTAINS(GemmError({{BF16, {64, 16}}, {F32, {32, 64}}}, out, spec), "rhs dtype: expected bfloat16, got float32");
+  EXPECT_CONTAINS(GemmError({{BF16, {64, 16}}, {F32, {32, 64}}}, out, spec),
+                  "rhs dtype: expected bfloat16, got float32");
 }
 
 }  // namespace

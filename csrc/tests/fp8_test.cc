@@ -32,7 +32,8 @@ void CheckAll(DType format, uint8_t last) {
     EXPECT_EQ(Encode<Format>(value, 1.0f), want);
   }
   for (int code = 0; code < last; ++code) {  // ties, and their neighbours
-    const float tie = 0.5f * (Decode(static_cast<uint8_t>(code), format) + Decode(static_cast<uint8_t>(code + 1), format));
+    const float next = Decode(static_cast<uint8_t>(code + 1), format);
+    const float tie = 0.5f * (Decode(static_cast<uint8_t>(code), format) + next);
     for (float x : {std::nextafter(tie, 0.0f), tie, std::nextafter(tie, kInf), -tie}) {
       EXPECT_EQ(Encode<Format>(x, 1.0f), Nearest(x, format, last));
     }

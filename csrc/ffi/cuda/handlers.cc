@@ -1,5 +1,5 @@
-// The custom calls on CUDA: decode and check, launch. They allocate nothing and wait for nothing: XLA may capture them in
-// a command buffer (a CUDA graph). Scratch memory is the first result (Definition.workspace in te_jax/primitives).
+// The custom calls on CUDA: decode and check, launch. They allocate nothing and wait for nothing: XLA may capture them
+// in a command buffer (a CUDA graph). Scratch memory is the first result (Definition.workspace in te_jax/primitives).
 #include "csrc/ffi/cuda/handlers.h"
 
 #include <cuda_runtime_api.h>

@@ -70,7 +70,9 @@ size_t WorkspaceBytes(const std::string& op, int64_t rows, int64_t cols, bool db
   if (op == "quantize") return bytes(te_jax::QuantizeArgs(), te_jax::kernels::QuantizeWorkspaceBytes);
   if (op == "norm") return bytes(te_jax::NormArgs(), te_jax::kernels::NormWorkspaceBytes);
   if (op == "activation") return bytes(te_jax::ActivationArgs(), te_jax::kernels::ActivationWorkspaceBytes);
-  if (op == "activation_grad") return bytes(te_jax::ActivationGradArgs(), te_jax::kernels::ActivationGradWorkspaceBytes);
+  if (op == "activation_grad") {
+    return bytes(te_jax::ActivationGradArgs(), te_jax::kernels::ActivationGradWorkspaceBytes);
+  }
   if (op == "gemm") return te_jax::gemm::kWorkspaceBytes;
   throw py::value_error("workspace_bytes: expected an operation with a workspace, got " + op);
 }
@@ -95,7 +97,9 @@ py::list GemmAlgorithms() {
 bool LoadGemmAlgorithm(const std::string& device, const std::string& gemm, const std::string& algorithm,
                        float time_us, float first_us, int candidates) {
   const auto blob = te_jax::gemm::FromHex(algorithm);
-  if (!blob.has_value()) throw py::value_error("load_gemm_algorithm: expected 128 hexadecimal digits, got " + algorithm);
+  if (!blob.has_value()) {
+    throw py::value_error("load_gemm_algorithm: expected 128 hexadecimal digits, got " + algorithm);
+  }
   te_jax::gemm::Choice choice;
   choice.algorithm = *blob;
   choice.time_us = time_us;
@@ -109,13 +113,13 @@ bool LoadGemmAlgorithm(const std::string& device, const std::string& gemm, const
 PYBIND11_MODULE(_te_jax_cuda, module) {
   module.doc() = "Custom-call handlers of te_jax for CUDA.";
   module.def("registrations", &Registrations, py::arg("command_buffers") = true,
-             "{target name: handler capsule}, for jax.ffi.register_ffi_target. command_buffers: whether XLA may capture "
-             "them in command buffers; what the first call says.");
+             "{target name: handler capsule}, for jax.ffi.register_ffi_target. command_buffers: whether XLA may "
+             "capture them in command buffers; what the first call says.");
   module.def("workspace_bytes", &WorkspaceBytes, py::arg("op"), py::arg("rows"), py::arg("cols"), py::arg("dbias"),
              py::arg("group_rows") = 0,
-             "Bytes that the handler of \"quantize\", \"norm\", \"activation\" or \"activation_grad\" wants as workspace "
-             "for a result [rows, cols] (in 1x128 blocks if group_rows, the last leading dimension, is given), of \"norm_grad\" "
-             "(dbias: layernorm), or \"gemm\" for any.");
+             "Bytes that the handler of \"quantize\", \"norm\", \"activation\" or \"activation_grad\" wants as "
+             "workspace for a result [rows, cols] (in 1x128 blocks if group_rows, the last leading dimension, is "
+             "given), of \"norm_grad\" (dbias: layernorm), or \"gemm\" for any.");
   module.def("build_info", &BuildInfo,
              "How this module was built: FFI API version, architectures, compiler, CUDA and cuBLASLt header versions.");
   module.def("cublaslt_status", &CublasLtStatus,

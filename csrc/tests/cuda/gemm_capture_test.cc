@@ -1,5 +1,5 @@
-// GEMMs on a GPU that are first seen while a graph is captured are timed all the same, and the graph is whole; those seen
-// where memory is short run untimed.
+// GEMMs on a GPU that are first seen while a graph is captured are timed all the same, and the graph is whole; those
+// seen where memory is short run untimed.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>

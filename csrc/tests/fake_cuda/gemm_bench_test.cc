@@ -1,5 +1,5 @@
-// What a Bench leaves behind where a call of CUDA fails, one after the other: nothing. The runtime is one of this file's,
-// which counts what is alive; there is no GPU.
+// What a Bench leaves behind where a call of CUDA fails, one after the other: nothing. The runtime is one of this
+// file's, which counts what is alive; there is no GPU.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
