@@ -16,6 +16,12 @@ ROLES = ("x", "kernel", "dy")
 GEMMS = ("fprop", "dgrad", "wgrad")
 FORMATS = ("e4m3", "e5m2")
 ACCUMULATIONS = ("fast", "precise")
+# Hopper multiplies no e5m2 by e5m2.
+PRODUCTS = {
+    "fprop": ("x_format", "kernel_format"),
+    "dgrad": ("dy_format", "kernel_format"),
+    "wgrad": ("x_format", "dy_format"),
+}
 JSON_VERSION = 1
 
 
@@ -24,7 +30,8 @@ class Recipe:
     """Base of all recipes; use one of its subclasses. Hashable, comparable, valid once constructed.
 
     Attributes:
-      x_format, kernel_format, dy_format: "e4m3" or "e5m2" for each role. HYBRID by default.
+      x_format, kernel_format, dy_format: "e4m3" or "e5m2" for each role, "e5m2" for one of the three at most, since each
+        is multiplied by both others. HYBRID by default: dy is e5m2.
       fprop, dgrad, wgrad: "fast" (Hopper's reduced-precision FP8 accumulation) or "precise", for each GEMM.
       amax_axes: mesh axes over which amax is reduced inside `shard_map(check_vma=False)`, where varying types can't
         tell; None means all manual axes. Not read anywhere else.
@@ -48,6 +55,11 @@ class Recipe:
             raise TypeError(message("Recipe", "class", "DelayedScaling, CurrentScaling or BlockScaling", "Recipe"))
         for role in ROLES:
             self._check_choice(f"{role}_format", FORMATS)
+        for gemm, fields in PRODUCTS.items():
+            formats = tuple(getattr(self, field) for field in fields)
+            if formats == ("e5m2", "e5m2"):
+                expected = f"'e5m2' for one of the two at most ({gemm} multiplies them)"
+                raise ValueError(message(type(self).__name__, " and ".join(fields), expected, formats))
         for gemm in GEMMS:
             self._check_choice(gemm, ACCUMULATIONS)
         self._check_type("strict", bool)

@@ -44,6 +44,14 @@ def test_frozen_and_hashable():
         (DelayedScaling, {"amax_axes": "data"}, TypeError, ("amax_axes", "tuple", "'data'")),
         (CurrentScaling, {"power_of_two": 1}, TypeError, ("power_of_two", "bool", "1")),
         (CurrentScaling, {"strict": "yes"}, TypeError, ("strict", "bool", "'yes'")),
+        (
+            CurrentScaling,
+            {"x_format": "e5m2", "kernel_format": "e5m2"},
+            ValueError,
+            ("x_format and kernel_format", "fprop"),
+        ),
+        (CurrentScaling, {"x_format": "e5m2"}, ValueError, ("x_format and dy_format", "'e5m2'", "wgrad")),
+        (DelayedScaling, {"kernel_format": "e5m2"}, ValueError, ("dy_format and kernel_format", "'e5m2'", "dgrad")),
         (BlockScaling, {"dy_format": "e5m2"}, ValueError, ("dy_format", "e4m3", "'e5m2'")),
         (BlockScaling, {"wgrad": "fast"}, ValueError, ("wgrad", "precise", "'fast'")),
         (Recipe, {}, TypeError, ("Recipe", "DelayedScaling")),
@@ -54,6 +62,12 @@ def test_invalid_fields_are_named(kind, fields, error, words):
         kind(**fields)
     for word in (kind.__name__, *words):
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("role", recipes.ROLES)
+def test_any_one_role_may_be_e5m2(role):
+    formats = {f"{other}_format": "e5m2" if other == role else "e4m3" for other in recipes.ROLES}
+    assert CurrentScaling(**formats).format(role) == E5M2
 
 
 def test_unknown_role_and_gemm():
