@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import warnings
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -71,7 +72,8 @@ class Manager:
 
         Args:
           step: >= 0, not saved yet.
-          variables: variable collections as Flax has them, {"params": ..., "_overwrite_with_gradient": ..., ...}.
+          variables: variable collections as Flax has them, {"params": ..., "_overwrite_with_gradient": ..., ...}. A
+            collection ``fp8_kernels`` (``te.quantize_kernels``) is left out: it is stale after the step.
           opt_state: the optimizer's state.
           extras: a tree of arrays and numbers, such as the data position and random keys.
 
@@ -98,12 +100,13 @@ class Manager:
 
         Args:
           variables, opt_state, extras: arrays, or `jax.ShapeDtypeStruct` with shardings (`jax.eval_shape` of what
-            makes them); what to restore. opt_state and extras may be left out, variables are restored whole.
+            makes them); what to restore. Variables are restored whole, but for ``fp8_kernels``, which is not stored.
+            opt_state and extras may be left out, with a ``UserWarning`` if they are stored.
           step: the latest if None.
 
         Raises:
           FileNotFoundError: there is no complete checkpoint.
-          ValueError: recipe, names, shapes or dtypes differ. Nothing is cast, filled in or left out silently.
+          ValueError: recipe, names, shapes or dtypes differ. Nothing is cast or filled in.
         """
         self.wait()
         step = self._step(step)
@@ -141,6 +144,11 @@ class Manager:
         out = {name: trees.restored(loaded[name], tree) for name, tree in targets.items()}
         rest = {"params": out.get("params", variables["params"]), **out.get("collections", {})}
         restored = state.merge(rest, out.get("fp8_state", {}))
+        for name, tree in (("opt_state", opt_state), ("extras", extras)):
+            if tree is None and name in described["items"]:
+                expected = f"a target for what {folder} stores ({name}=...)"
+                got = f"None: {name} is not restored"
+                warnings.warn(message("checkpoint.restore", name, expected, got), stacklevel=2)
         return Restored(step, restored, out.get("opt_state", opt_state), out.get("extras", extras))
 
     def latest_step(self) -> int | None:

@@ -22,6 +22,8 @@ from te_jax.recipe import CurrentScaling, DelayedScaling
 from te_jax.testing.compare import assert_trees_identical
 
 RECIPE = DelayedScaling(amax_history_len=4)
+# Of tests that restore only the variables.
+variables_alone = pytest.mark.filterwarnings("ignore:te_jax.checkpoint.restore. .* is not restored")
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -120,6 +122,30 @@ def test_without_optional_items(tmp_path):
         checkpoint.restore(tmp_path, variables, recipe=None, opt_state=sgd)
 
 
+def test_stored_items_that_are_not_asked_for_are_warned_of(tmp_path):
+    saved = save(tmp_path, 0)
+    variables, opt_state, extras = saved
+    with pytest.warns(UserWarning) as caught:
+        out = checkpoint.restore(tmp_path, variables, recipe=RECIPE)
+    assert (out.opt_state, out.extras) == (None, None)
+    for name, warning in zip(("opt_state", "extras"), caught, strict=True):
+        assert str(warning.message) == (
+            f"te_jax.checkpoint.restore: {name}: expected a target for what {tmp_path / '0'} stores ({name}=...), "
+            f"got None: {name} is not restored"
+        )
+    with pytest.warns(UserWarning, match="extras is not restored") as caught:
+        checkpoint.restore(tmp_path, variables, recipe=RECIPE, opt_state=opt_state)
+    assert len(caught) == 1
+    checkpoint.restore(tmp_path, variables, recipe=RECIPE, opt_state=opt_state, extras=extras)  # warnings are errors
+
+
+def test_kernels_of_a_step_are_not_stored(tmp_path):
+    variables = {"params": {"w": jnp.ones(3)}}
+    checkpoint.save(tmp_path, 0, {**variables, state.KERNELS: {"w": jnp.ones(3)}}, recipe=None)
+    assert set(checkpoint.restore(tmp_path, variables, recipe=None).variables) == {"params"}
+
+
+@variables_alone
 def test_onto_another_sharding(tmp_path):
     devices = np.array(jax.devices())
     assert devices.size == 8
@@ -157,6 +183,7 @@ def test_keeps_the_newest_and_saves_in_the_background(tmp_path):
     )
 
 
+@variables_alone
 def test_incomplete_steps_are_ignored_and_set_aside(tmp_path):
     saved = save(tmp_path, 1)
     good = tmp_path / "1"
@@ -232,6 +259,7 @@ def test_recipe_mismatch_names_both(tmp_path, stored, model):
     assert f"got {model!r}" in str(caught.value)
 
 
+@variables_alone
 def test_strictness_and_axes_may_differ(tmp_path):
     saved = save(tmp_path, 1)
     other = DelayedScaling(amax_history_len=4, strict=True, amax_axes=("data",))
