@@ -15,7 +15,7 @@ from te_jax.flax.core_attention import core_attention, why_not_cudnn
 from te_jax.flax.dense import default_bias_init, default_kernel_init
 from te_jax.flax.layers import check_array, norm_op
 from te_jax.flax.rotary import apply_rotary, check_positions
-from te_jax.fusion.plan import FusionPlan
+from te_jax.fusion.plan import Plans
 from te_jax.recipe import Recipe
 from te_jax.sequential import Sequential
 
@@ -91,16 +91,16 @@ class MultiHeadAttention(nn.Module):
         proj = self._chain(*self._proj_ops(features), name="proj")
         return proj(context, *residual, deterministic=deterministic)
 
-    def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> dict[str, FusionPlan]:
-        """The plans of both chains for x [B, T, C] or [T, C]; options as those of ``Sequential.plan``."""
+    def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> Plans:
+        """The plans, by name, of both chains for x [B, T, C] or [T, C]; options as those of ``Sequential.plan``."""
         heads, kv_heads, head_dim = self._head_shapes(x)
         context = jax.ShapeDtypeStruct((*x.shape[:-1], heads * head_dim), self.dtype or x.dtype)
         qkv = self._chain(*self._qkv_ops((heads + 2 * kv_heads) * head_dim), parent=None)
         proj = self._chain(*self._proj_ops(x.shape[-1]), parent=None)
-        return {
-            "qkv": qkv.plan(x, **options),
-            "proj": proj.plan(context, *((x,) if self.residual else ()), **options),
-        }
+        return Plans(
+            qkv=qkv.plan(x, **options),
+            proj=proj.plan(context, *((x,) if self.residual else ()), **options),
+        )
 
     @nn.nowrap
     def attention_plan(self, x: jax.ShapeDtypeStruct | Array, *, platform: str | None = None) -> str:

@@ -14,7 +14,7 @@ from te_jax.flax.attention import MultiHeadAttention
 from te_jax.flax.dense import default_bias_init, default_kernel_init
 from te_jax.flax.layers import check_array
 from te_jax.flax.mlp import LayerNormMLP
-from te_jax.fusion.plan import FusionPlan
+from te_jax.fusion.plan import Plans
 from te_jax.recipe import Recipe
 
 
@@ -73,11 +73,11 @@ class TransformerLayer(nn.Module):
         h = self._attention(name="attn")(x, positions=positions, deterministic=deterministic)
         return self._mlp(x.shape[-1], name="mlp")(h, deterministic=deterministic)
 
-    def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> dict[str, FusionPlan]:
-        """The plans of the layer's three chains for x [B, T, C] or [T, C]; options as those of ``Sequential.plan``."""
+    def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> Plans:
+        """The plans, by name, of the layer's three chains for x [B, T, C] or [T, C]; options as those of ``Sequential.plan``."""
         attn = self._attention(parent=None).plan(x, **options)
         mlp = self._mlp(x.shape[-1], parent=None).plan(x, **options)
-        return {"attn/qkv": attn["qkv"], "attn/proj": attn["proj"], "mlp": mlp}
+        return Plans({"attn/qkv": attn["qkv"], "attn/proj": attn["proj"], "mlp": mlp})
 
     @nn.nowrap
     def _attention(self, **kwargs) -> MultiHeadAttention:

@@ -84,6 +84,13 @@ class FusionPlan:
         return "\n".join([*lines, f"{total} custom calls" + (f": {counts}" if counts else ""), self.platform_note])
 
 
+class Plans(dict[str, FusionPlan]):
+    """The plans of a module's chains by name; ``str(plans)`` prints one after the other."""
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"{name}: {plan}" for name, plan in self.items())
+
+
 @dataclasses.dataclass(frozen=True)
 class Foreign:
     """A Flax module or function between two runs: it runs as it is."""

@@ -159,9 +159,15 @@ def test_layer_is_attention_then_mlp():
 
 
 def test_layer_plan_names_its_chains():
-    plans = te.flax.TransformerLayer(4, 64, recipe=te.CurrentScaling()).plan(random(2, 8, 32))
+    layer = te.flax.TransformerLayer(4, 64, recipe=te.CurrentScaling())
+    plans = layer.plan(random(2, 8, 32))
     assert list(plans) == ["attn/qkv", "attn/proj", "mlp"]
     assert "SwiGLU" in str(plans["mlp"])
+    assert str(plans) == "\n\n".join(f"{name}: {plan}" for name, plan in plans.items())
+    assert plans == layer.plan(random(2, 8, 32))
+    assert plans != te.flax.TransformerLayer(4, 64).plan(random(2, 8, 32))
+    attention = te.flax.MultiHeadAttention(4, recipe=te.CurrentScaling()).plan(random(2, 8, 32))
+    assert str(attention).startswith(f"qkv: {attention['qkv']}\n\nproj: ")
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
