@@ -100,6 +100,8 @@ def _attention() -> Iterator[str]:
     query, key = _shape(2, 128, 2, 4, 64), _shape(2, 128, 2, 64)
     for platform in _PLATFORMS:
         reason = support.why_not(spec.AttentionSpec(causal=True, scale=1.0), query, key, key, platform=platform)
+        if platform == "cuda" and not library.has_cuda_backend():  # above, as if compiling for a GPU that isn't there
+            reason = reason or "this process has no CUDA backend"
         yield f"{platform}: " + (f"XLA: {reason}" if reason else "cuDNN flash attention")
 
 

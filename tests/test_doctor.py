@@ -44,7 +44,11 @@ def test_names_a_primitive_it_has_no_sample_of(monkeypatch):
 
 
 def test_says_what_attention_is(monkeypatch):
-    assert section("attention") == ["cpu: XLA: cuDNN is for CUDA only", "cuda: cuDNN flash attention"]
+    monkeypatch.setattr(library, "has_cuda_backend", lambda: False)
+    assert list(doctor._attention()) == [
+        "cpu: XLA: cuDNN is for CUDA only",
+        "cuda: XLA: this process has no CUDA backend",
+    ]
     monkeypatch.setattr(library, "has_cuda_backend", lambda: True)
     monkeypatch.setattr(compat, "cudnn_version", lambda: None)
     assert list(doctor._attention())[1] == "cuda: XLA: jax found no cuDNN (nvidia-cudnn-cu13)"
