@@ -43,7 +43,8 @@ def quantize_kernels(module: nn.Module, variables: Variables, *args: Any, **kwar
       with state.
 
     Raises:
-      ValueError: no linear of the module is quantized, or one is where the collection can't be written.
+      ValueError: no linear of the module is quantized (the message says why), or one is where the collection can't be
+        written.
     """
     check_type(
         isinstance(module, nn.Module), "quantize_kernels", "module", "a flax.linen module", type(module).__name__
@@ -52,20 +53,25 @@ def quantize_kernels(module: nn.Module, variables: Variables, *args: Any, **kwar
     leaves, structure = jax.tree.flatten((args, kwargs))
     is_array = [isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves]
 
+    unquantized: dict[str, str] = {}
+
     def make(variables: Variables, arrays: list[Any]) -> Any:
         given = iter(arrays)
         args, kwargs = structure.unflatten(
             next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)
         )
-        with making_kernels():
+        with making_kernels() as why:
             _, made = module.apply(variables, *args, **kwargs, mutable=[KERNELS])
+        unquantized.update(why)
         return made.get(KERNELS, {})
 
     rest = {name: value for name, value in variables.items() if name != KERNELS}
     arrays = [_as_array(leaf) for leaf, array in zip(leaves, is_array, strict=True) if array]
     made = jax.jit(make)(rest, arrays)
     expected = "a module with linears that are quantized, one scale for each kernel (see its plan)"
-    check_value(bool(jax.tree.leaves(made)), "quantize_kernels", "module", expected, "one without")
+    reasons = "; ".join(f"{label}: {why}" for label, why in unquantized.items())
+    got = f"one without for these arguments: {reasons}" if reasons else "one without"
+    check_value(bool(jax.tree.leaves(made)), "quantize_kernels", "module", expected, got)
     return {**rest, KERNELS: made}
 
 
@@ -83,8 +89,11 @@ def accumulate_gradients(
           loss_fn, te.quantize_kernels(model, variables, x[:16]), (x, y), num_microbatches=8
       )
 
+    Dropout: put an array of keys into the batch, ``jax.random.split(key, B)``, and take the first of a microbatch,
+    ``rngs={"dropout": microbatch["keys"][0]}``; a key that ``loss_fn`` closes over draws the same for every microbatch.
+
     Args:
-      loss_fn: (variables, microbatch) -> f32[], differentiable in all variables.
+      loss_fn: (variables, microbatch) -> f32[], differentiable in all variables; no auxiliary results.
       variables: a dict of collections.
       batch: arrays [B, ...]. Microbatch i holds the rows i, i + num_microbatches, ...: every device's part of a
         sharded batch is a part of every microbatch, and no row moves.
@@ -105,9 +114,14 @@ def accumulate_gradients(
     differentiated = {name: value for name, value in variables.items() if name != KERNELS}
     rows = jax.tree.map(lambda x: _by_microbatch(x, num_microbatches), batch)
 
+    def checked_loss(variables: Any, microbatch: Any) -> Array:
+        loss = loss_fn(variables, microbatch)
+        _check_loss(op, loss)
+        return loss
+
     def body(sums: Any, i: Array) -> tuple[Any, tuple[Array, Any]]:
         microbatch = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False), rows)
-        loss, grads = jax.value_and_grad(lambda v: loss_fn({**v, **kernels}, microbatch))(differentiated)
+        loss, grads = jax.value_and_grad(lambda v: checked_loss({**v, **kernels}, microbatch))(differentiated)
         grads, state = fp8_state.split(grads)
         with compat.numpy_promotion():
             sums = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
@@ -124,6 +138,14 @@ def accumulate_gradients(
 
 def _check_variables(op: str, variables: Any) -> None:
     check_type(isinstance(variables, Mapping), op, "variables", "a dict of collections", type(variables).__name__)
+
+
+def _check_loss(op: str, loss: Any) -> None:
+    expected = "to return a scalar of a floating dtype, nothing beside it"
+    is_array = hasattr(loss, "shape") and hasattr(loss, "dtype")
+    check_type(is_array, op, "loss_fn", expected, type(loss).__name__)
+    check_value(loss.shape == (), op, "loss_fn", expected, f"shape {loss.shape}")
+    check_type(jnp.issubdtype(loss.dtype, jnp.floating), op, "loss_fn", expected, loss.dtype)
 
 
 def _check_batch(op: str, batch: Any, num_microbatches: int) -> None:

@@ -246,9 +246,12 @@ class ChainModule(nn.Module, kw_only=True):
         none = (None,) * len(run.links)
         names = {i: f"linear_{info.index}" for i, info in enumerate(run.links) if takes_quantized_kernel(info)}
         name, where = f"fp8_{index}", "/".join((*self.path, type(self).__name__))
+        making = _making_kernels.get()
+        if making is not None:
+            making.update({info.label: info.why_unquantized for info in run.links if info.why_unquantized is not None})
         if not names or self.is_initializing():
             return none
-        if _making_kernels.get():
+        if making is not None:
             expected = f"a collection that can be written: nn.scan and nn.vmap need {KERNELS!r} in their variable_axes"
             check_value(self.is_mutable_collection(KERNELS), where, KERNELS, expected, "one that is not handed down")
             made = quantize_kernels(run, params, state)
@@ -266,19 +269,25 @@ class ChainModule(nn.Module, kw_only=True):
         return tuple(given[names[i]] if i in names else None for i in range(len(run.links)))
 
 
-_making_kernels: contextvars.ContextVar[bool] = contextvars.ContextVar("te_jax_making_kernels", default=False)
+_making_kernels: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
+    "te_jax_making_kernels", default=None
+)
 
 
 @contextlib.contextmanager
-def making_kernels() -> Generator[None]:
+def making_kernels() -> Generator[dict[str, str]]:
     """Chains that are applied inside put the kernels that they quantize into the collection ``fp8_kernels``.
 
     That it can be written is not enough for it: under ``apply(mutable=True)`` a model would return kernels that are
     stale after the next step.
+
+    Yields:
+      The linears that are not quantized, by label, and why not; filled by the calls inside.
     """
-    token = _making_kernels.set(True)
+    unquantized: dict[str, str] = {}
+    token = _making_kernels.set(unquantized)
     try:
-        yield
+        yield unquantized
     finally:
         _making_kernels.reset(token)
 

@@ -175,6 +175,9 @@ def test_errors_of_quantize_kernels():
     plain = mlp(None)
     with pytest.raises(ValueError, match=r"quantize_kernels: module: expected a module with linears that are quant"):
         te.quantize_kernels(plain, plain.init(jax.random.key(0), data()[0]), MICRO)
+    odd = jax.ShapeDtypeStruct((10, WIDTH), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"one without .*: .*Linear\(ops_1\): tokens: 10 is not a multiple of 16; "):
+        te.quantize_kernels(module, variables, odd)
     scanned = Scanned(("params", COLLECTION))
     variables = scanned.init(jax.random.key(0), data()[0])
     with pytest.raises(ValueError, match=r"fp8_kernels: expected a collection that can be written: nn.scan and nn.vm"):
@@ -305,6 +308,34 @@ def test_data_parallel(regime):
     for (path, a), (_, b) in zip(leaves(got["params"]), leaves(want["params"]), strict=True):
         a, b = a.astype(np.float64), b.astype(np.float64)
         np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02 * np.abs(b).max(), err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "got"),
+    [
+        (lambda v, b: (jnp.sum(v["params"]), b), TypeError, "tuple"),
+        (lambda v, b: v["params"], ValueError, r"shape \(3,\)"),
+        (lambda v, b: jnp.int32(1), TypeError, "int32"),
+    ],
+)
+def test_a_loss_that_is_no_scalar(loss_fn, error, got):
+    with pytest.raises(error, match=f"te_jax.accumulate_gradients: loss_fn: expected to return a scalar .*, got {got}"):
+        te.accumulate_gradients(loss_fn, {"params": jnp.ones(3)}, jnp.ones((4, 2)), num_microbatches=2)
+
+
+def test_dropout_with_keys_in_the_batch():
+    """Each microbatch is dropped with the key of its first row."""
+    module = nn.Dropout(0.5, deterministic=False)
+    batch = {"x": jnp.ones((8, 64)), "keys": jax.random.split(jax.random.key(0), 8)}
+
+    def loss(variables, part):
+        return jnp.sum(module.apply({}, part["x"] * variables["params"], rngs={"dropout": part["keys"][0]}))
+
+    variables = {"params": jnp.ones(64)}
+    _, grads = jax.jit(functools.partial(te.accumulate_gradients, loss, num_microbatches=2))(variables, batch)
+    one, other = (jax.grad(loss)(variables, jax.tree.map(lambda x, i=i: x[i::2], batch))["params"] for i in range(2))
+    assert not np.array_equal(one, other)
+    np.testing.assert_array_equal(grads["params"], (one + other) / 2)
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ class Recipe:
     """Base of all recipes; use one of its subclasses. Hashable, comparable, valid once constructed.
 
     Attributes:
-      x_format, kernel_format, dy_format: "e4m3" or "e5m2" for each role, "e5m2" for one of the three at most, since each
-        is multiplied by both others. HYBRID by default: dy is e5m2.
+      x_format, kernel_format, dy_format: "e4m3" or "e5m2" for each role, "e5m2" for one of them at most, since each is
+        multiplied by both others. HYBRID by default: dy is e5m2.
       fprop, dgrad, wgrad: "fast" (Hopper's reduced-precision FP8 accumulation) or "precise", for each GEMM.
       amax_axes: mesh axes over which amax is reduced inside `shard_map(check_vma=False)`, where varying types can't
         tell; None means all manual axes. Not read anywhere else.

@@ -125,7 +125,7 @@ def test_without_optional_items(tmp_path):
 def test_stored_items_that_are_not_asked_for_are_warned_of(tmp_path):
     saved = save(tmp_path, 0)
     variables, opt_state, extras = saved
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="is not restored") as caught:
         out = checkpoint.restore(tmp_path, variables, recipe=RECIPE)
     assert (out.opt_state, out.extras) == (None, None)
     for name, warning in zip(("opt_state", "extras"), caught, strict=True):
