@@ -74,7 +74,7 @@ class TransformerLayer(nn.Module):
         return self._mlp(x.shape[-1], name="mlp")(h, deterministic=deterministic)
 
     def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> Plans:
-        """The plans of the three chains, by name, for x [B, T, C] or [T, C]; options as those of ``Sequential.plan``."""
+        """Plans of the three chains, by name, for x [B, T, C] or [T, C]; options as those of ``Sequential.plan``."""
         attn = self._attention(parent=None).plan(x, **options)
         mlp = self._mlp(x.shape[-1], parent=None).plan(x, **options)
         return Plans({"attn/qkv": attn["qkv"], "attn/proj": attn["proj"], "mlp": mlp})
