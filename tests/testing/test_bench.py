@@ -16,6 +16,7 @@ from te_jax.testing.bench import SINGLE_GPU, Case
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 
 import kernel_trace
+import layers
 import peers
 import report
 import single_gpu
@@ -270,6 +271,23 @@ def test_help_maps_rows_and_implementations(monkeypatch, capsys):
     help_lines = [" ".join(line) for line in lines]
     for name, impl in peers.implementations().items():
         assert " ".join(f"{name}  {impl.label}".split()) in [" ".join(x.split()) for x in help_lines]
+
+
+# Layers
+
+
+def test_train_steps_start_from_the_same_model():
+    """In Flax and in te_jax: the same first loss, to bfloat16's rounding, of the same float32 parameters."""
+    size = layers.Size(batch=1, seq=16, features=32, hidden=64, heads=2, kv_heads=1)
+    found = {}
+    for name in ("te_jax none", "flax bf16"):
+        step, state, tokens = layers.train_step(size, 2, name)
+        shapes = sorted((p.shape, str(p.dtype)) for p in jax.tree.leaves(state.params))
+        found[name] = shapes, float(step(state, tokens)[1])
+    ours, flax = found.values()
+    assert ours[0] == flax[0]
+    assert {dtype for _, dtype in ours[0]} == {"float32"}
+    assert ours[1] == pytest.approx(flax[1], rel=2e-3)
 
 
 # Traces
