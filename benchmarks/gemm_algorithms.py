@@ -89,6 +89,8 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, help="JSON lines are added to this file")
     parser.add_argument("--commit", default="unknown")
     args = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        parser.error(f"expected a GPU, got {jax.devices()[0].device_kind}: jax sees no other device")
     library.ensure_registered("cuda")
     where = {"device": jax.devices("cuda")[0].device_kind, "jax": jax.__version__, "commit": args.commit}
     where |= {"cublaslt": library.cublaslt_status()["version"], "cuda": library.status("cuda").build_info.get("cuda")}

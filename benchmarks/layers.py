@@ -64,15 +64,16 @@ class FlaxLayer(nn.Module):
 
     size: Size
     attention: str | None = None
+    param_dtype: Any = BF16
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         size, head_dim = self.size, self.size.features // self.size.heads
 
         def dense(n, name):
-            return nn.Dense(n, use_bias=False, dtype=BF16, param_dtype=BF16, name=name)
+            return nn.Dense(n, use_bias=False, dtype=BF16, param_dtype=self.param_dtype, name=name)
 
-        h = nn.RMSNorm(dtype=BF16, param_dtype=BF16, name="attn_norm")(x)
+        h = nn.RMSNorm(dtype=BF16, param_dtype=self.param_dtype, name="attn_norm")(x)
         heads = size.heads + 2 * size.kv_heads
         qkv = dense(heads * head_dim, "qkv")(h).reshape(*x.shape[:-1], heads, head_dim)
         query, key, value = jnp.split(qkv, (size.heads, size.heads + size.kv_heads), axis=-2)
@@ -80,7 +81,7 @@ class FlaxLayer(nn.Module):
         query, key = (te.flax.apply_rotary(t, positions) for t in (query, key))
         context = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=self.attention)
         x = x + dense(size.features, "proj")(context.reshape(x.shape))
-        return x + FlaxMlp(size.hidden, name="mlp")(x)
+        return x + FlaxMlp(size.hidden, param_dtype=self.param_dtype, name="mlp")(x)
 
 
 def te_layer(size: Size, recipe, **options) -> te.flax.TransformerLayer:
@@ -160,11 +161,11 @@ class FlaxLanguageModel(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(self.vocabulary, self.size.features, dtype=BF16)(tokens)
+        x = nn.Embed(self.vocabulary, self.size.features, dtype=BF16, name="embed")(tokens)
         layers = nn.scan(_ScanFlaxLayer, length=self.layers, variable_axes={"params": 0}, split_rngs={"params": True})
-        x, _ = layers(self.size, self.attention)(x, None)
-        x = nn.RMSNorm(dtype=BF16)(x)
-        return nn.Dense(self.vocabulary, use_bias=False, dtype=BF16)(x).astype(jnp.float32)
+        x, _ = layers(self.size, self.attention, name="layers")(x, None)
+        x = nn.RMSNorm(dtype=BF16, name="norm")(x)
+        return nn.Dense(self.vocabulary, use_bias=False, dtype=BF16, name="dense")(x).astype(jnp.float32)
 
 
 class _ScanFlaxLayer(nn.Module):
@@ -173,30 +174,43 @@ class _ScanFlaxLayer(nn.Module):
 
     @nn.compact
     def __call__(self, x, _):
-        return FlaxLayer(self.size, self.attention)(x), None
+        return FlaxLayer(self.size, self.attention, jnp.float32, name="layer")(x), None
+
+
+def flax_params(p: dict) -> dict:
+    """The parameters of ``FlaxLanguageModel`` that make it examples/lm_model.py's model of parameters ``p``."""
+    attention, mlp = p["layers"]["attn"], p["layers"]["mlp"]
+    layer = {
+        "attn_norm": attention["qkv"]["attn_norm"],
+        "qkv": attention["qkv"]["qkv_linear"],
+        "proj": attention["proj"]["attn_proj"],
+        "mlp": {"RMSNorm_0": mlp["mlp_norm"], "Dense_0": mlp["fc1"], "Dense_1": mlp["fc2"]},
+    }
+    return {"embed": p["embed"], "layers": {"layer": layer}, **p["head"]}
 
 
 def train_step(size: Size, layers: int, name: str) -> tuple[Callable[[Any, jax.Array], Any], Any, jax.Array]:
     """(step(state, tokens) -> (state, loss), state, tokens): the step of examples/train_lm.py, its state donated.
 
-    ``name`` is "te_jax " + a recipe, or "flax bf16".
+    ``name`` is "te_jax " + a recipe, or "flax bf16". All start from the same parameters, in float32.
     """
     import lm_data
     import lm_model
     import train_lm
 
     args = train_lm.parse_args(["--out", "unused"])
-    if name == "flax bf16":
-        attention = "cudnn" if jax.default_backend() == "gpu" else None
-        model: nn.Module = FlaxLanguageModel(size, layers, lm_data.VOCABULARY, attention)
-    else:
-        model = lm_model.LanguageModel(
-            vocabulary=lm_data.VOCABULARY, layers=layers, width=size.features, heads=size.heads,
-            kv_heads=size.kv_heads, hidden_features=size.hidden, recipe=RECIPES[name.removeprefix("te_jax ")],
-        )  # fmt: skip
+    flax = name == "flax bf16"
+    model: nn.Module = lm_model.LanguageModel(
+        vocabulary=lm_data.VOCABULARY, layers=layers, width=size.features, heads=size.heads, kv_heads=size.kv_heads,
+        hidden_features=size.hidden, recipe=None if flax else RECIPES[name.removeprefix("te_jax ")],
+    )  # fmt: skip
     optimizer = train_lm.make_optimizer(args)
     tokens = jax.random.randint(jax.random.key(3), (size.batch, size.seq + 1), 0, lm_data.VOCABULARY)
     state = train_lm.init_state(model, optimizer, 0, tokens)
+    if flax:
+        params = flax_params(state.params)
+        state = train_lm.TrainState.of({"params": params}, jax.jit(optimizer.init)(params))
+        model = FlaxLanguageModel(size, layers, lm_data.VOCABULARY, "cudnn" if jax.default_backend() == "gpu" else None)
     step = jax.jit(lambda state, tokens: train_lm.train_step(model, optimizer, state, tokens), donate_argnums=0)
     return step, state, tokens
 

@@ -20,6 +20,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import report
 from flax.core import meta
 from flax.linen import fp8_ops
 
@@ -74,7 +75,8 @@ class Impl:
 
     @property
     def label(self) -> str:
-        return " ".join(word for word in (self.name, self.recipe, self.accumulation) if word)
+        """As tables name it."""
+        return report.Key(self.name, self.recipe, self.accumulation).label
 
 
 # te_jax
@@ -111,13 +113,15 @@ class FlaxMlp(nn.Module):
     width: int
     split: bool = False
     dot_general_cls: Any = None
+    param_dtype: Any = BF16
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         def dense(n):
-            return nn.Dense(n, use_bias=False, dtype=BF16, param_dtype=BF16, dot_general_cls=self.dot_general_cls)
+            types = {"dtype": BF16, "param_dtype": self.param_dtype}
+            return nn.Dense(n, use_bias=False, dot_general_cls=self.dot_general_cls, **types)
 
-        h = nn.RMSNorm(dtype=BF16, param_dtype=BF16)(x)
+        h = nn.RMSNorm(dtype=BF16, param_dtype=self.param_dtype)(x)
         if self.split:
             gate, up = dense(self.width)(h), dense(self.width)(h)
         else:

@@ -99,7 +99,7 @@ def _profile(title: str, call, args) -> dict:
         jax.block_until_ready(call())
     kernels = kernel_trace.record(call, args.calls)
     if not kernels:
-        print(f"{title}: no device events\n")
+        print(f"{title}: no device events (needs a GPU)\n")
         return {}
     found = kernel_trace.profile(kernels, args.calls)
     print(kernel_trace.table(title, found, kernels=args.kernels), flush=True)
@@ -124,7 +124,7 @@ def main() -> None:
     args = parser.parse_args()
     args.size = layers.Size() if args.scale == 1 else layers.Size().scaled(args.scale)
     rows = {"layer": of_layer, "train": of_train_step, "case": of_cases}[args.what](args)
-    where = single_gpu.environment()
+    where = single_gpu.environment() | {"scale": args.scale}
     for row in rows:
         print(json.dumps({k: v for k, v in row.items() if k != "by_class"}))
     if args.out:

@@ -192,6 +192,8 @@ def main():
     parser.add_argument("--only", default="", help="passes with this in their names")
     parser.add_argument("--shapes", nargs="*", default=["x".join(map(str, shape)) for shape in SHAPES])
     args = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        parser.error(f"expected a GPU, got {jax.devices()[0].device_kind}: jax sees no other device")
     device = jax.devices("cuda")[0]
     where = {"device": device.device_kind, "jax": jax.__version__, "commit": args.commit}
     where |= {"build": str(library.status("cuda").build_info)}

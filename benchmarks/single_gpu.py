@@ -185,11 +185,28 @@ def measure(case: Case, impls: dict[str, peers.Impl], args) -> list[dict]:
     return rows
 
 
+class Parser(argparse.ArgumentParser):
+    """Its help ends with what --rows and --impls take, and what tables call the implementations."""
+
+    def format_help(self) -> str:
+        impls = peers.implementations()
+        width = max(map(len, impls))
+        names = [f"  {name:{width}}  {impl.label}" for name, impl in impls.items()]
+        self.epilog = "\n".join(["rows:", *row_names(), "", "implementations, and their names in tables:", *names])
+        return super().format_help()
+
+
+def row_names() -> list[str]:
+    return [f"  {i}  {case.name}, {case.tokens} tokens" for i, case in enumerate(bench.SINGLE_GPU)]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help="JSON lines are added to this file")
-    parser.add_argument("--impls", nargs="+", help="some of the implementations (default: all that there are)")
-    parser.add_argument("--rows", type=int, nargs="+", default=range(len(bench.SINGLE_GPU)), help="some of the rows")
+    parser.add_argument("--impls", nargs="+", help="some of the implementations, see below (default: all)")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=range(len(bench.SINGLE_GPU)), help="some of the rows, see below"
+    )
     parser.add_argument("--scale", type=int, default=1, help="divide all sizes, to try the script on a CPU")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--burst-ms", type=float, default=30)
@@ -200,14 +217,20 @@ def main() -> None:
     parser.add_argument("-o", "--image", type=pathlib.Path, default="single_gpu.png")
     args = parser.parse_args()
     if args.report or args.plot:
-        rows = report.read(args.report or args.plot)
-        print(report.table(rows)) if args.report else report.plot(rows, args.image)
+        option, path = ("--report", args.report) if args.report else ("--plot", args.plot)
+        try:
+            rows = report.read(path)
+            print(report.table(rows)) if args.report else report.plot(rows, args.image)
+        except (OSError, ValueError) as error:
+            parser.error(f"{option}: {error}")
         return
+    if unknown := [i for i in args.rows if not 0 <= i < len(bench.SINGLE_GPU)]:
+        parser.error("\n".join([f"--rows: expected some of these, got {unknown}:", *row_names()]))
     known = peers.implementations()
     chosen = args.impls or list(known)
     if unknown := [name for name in chosen if name not in known]:
         parser.error(f"--impls: expected some of {list(known)}, got {unknown}")
-    where = environment()
+    where = environment() | {"scale": args.scale}
     rows = []
     for index in args.rows:
         case = bench.SINGLE_GPU[index]

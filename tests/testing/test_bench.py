@@ -16,6 +16,7 @@ from te_jax.testing.bench import SINGLE_GPU, Case
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 
 import kernel_trace
+import layers
 import peers
 import report
 import single_gpu
@@ -151,6 +152,7 @@ def test_statistics():
 
 def row(impl, recipe, case, tokens, ms, limit=1.0, accumulation="fast", **more):
     known = {"case": case, "tokens": tokens, "impl": impl, "recipe": recipe, "accumulation": accumulation}
+    known |= {"device": "NVIDIA H200"}
     return known | {"fwd_ms": ms / 3, "fwd_bwd_ms": ms, "gemm_ms": limit / 2, "limit_ms": limit} | more
 
 
@@ -165,8 +167,10 @@ ROWS = [
 
 
 def test_ratios_are_to_the_fastest_of_the_others():
-    ours = ("te_jax", "delayed", "fast")
-    assert report.ratios(ROWS, ours, [("flax", "bf16", ""), ("flax split", "bf16", "")]) == {("a", 8192): 2.0}
+    ours = report.Key("te_jax", "delayed", "fast")
+    assert report.ratios(ROWS, ours, [report.Key("flax", "bf16", ""), report.Key("flax split", "bf16", "")]) == {
+        ("a", 8192): 2.0
+    }
     assert report.limit_shares(ROWS, ours) == {("a", 8192): 0.8, ("b", 8192): 1.0}
     lines = report.summary(ROWS)
     share = next(line for line in lines if "share of the limit at 8192" in line)
@@ -178,6 +182,7 @@ def test_ratios_are_to_the_fastest_of_the_others():
 
 def test_table_shows_every_figure_and_failure():
     failed = {"case": "b", "tokens": 8192, "impl": "flax", "recipe": "bf16", "accumulation": "", "error": "it broke"}
+    failed |= {"device": "NVIDIA H200"}
     text = report.table([*ROWS, failed])
     a, b = (next(line for line in text.splitlines() if line.startswith(f"| {case} |")) for case in "ab")
     assert "0.417 / 1.250" in a
@@ -191,6 +196,98 @@ def test_the_newest_row_of_a_case_counts(tmp_path):
     file = tmp_path / "results.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in (old, *ROWS)))
     assert report.read(file) == ROWS
+
+
+def test_runs_with_different_flags_stay_apart(tmp_path):
+    """In the file, in the table and in comparisons. The order of flags is no difference."""
+    mode, other = "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT", "--xla_other=1"
+    added = [
+        row("te_jax", "delayed", "a", 8192, 1.1, flags=mode),
+        row("flax", "bf16", "a", 8192, 2.2, accumulation="", flags=mode),
+        row("te_jax", "delayed", "a", 8192, 7.0, flags=f"{mode} {other}"),
+        row("te_jax", "delayed", "a", 8192, 8.0, flags=f"{other}  {mode}"),
+    ]
+    file = tmp_path / "results.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in (*ROWS, *added)))
+    rows = report.read(file)
+    assert [r["fwd_bwd_ms"] for r in rows] == [r["fwd_bwd_ms"] for r in (*ROWS, *added[:2], added[3])]
+    text = report.table(rows)
+    header, a = (
+        next(x for x in text.splitlines() if x.startswith(start)).split(" | ") for start in ("| case", "| a |")
+    )
+    cells = dict(zip(header, a, strict=True))
+    assert cells["te_jax delayed"].endswith("/ 1.250")
+    assert cells["te_jax delayed [concurrent]"].endswith("/ 1.100")
+    assert cells["te_jax delayed [concurrent --xla_other=1]"].endswith("/ 8.000")
+    assert "- te_jax delayed: times flax bf16: 2.000" in text  # to 2.5, not to the other run's 2.2
+    assert "- te_jax delayed [concurrent]: times flax bf16: 2.000" in text
+
+
+@pytest.mark.parametrize("trial", [{"device": "cpu"}, {"scale": 16}], ids=str)
+def test_nothing_is_wanted_of_a_trial(trial):
+    lines = report.summary([r | trial for r in ROWS])
+    assert lines
+    assert len(lines) == len(report.summary(ROWS))
+    assert not any("wanted" in line for line in lines)
+    assert any("wanted" in line for line in report.summary(ROWS))
+
+
+def test_plots_need_limits(tmp_path):
+    rows = [{k: v for k, v in r.items() if k != "limit_ms"} for r in ROWS]
+    with pytest.raises(ValueError, match=r"expected rows with limits, .*, got 6 rows without"):
+        report.plot(rows, tmp_path / "plot.png")
+
+
+def run_single_gpu(monkeypatch, capsys, *args):
+    """What it prints where it exits by itself."""
+    monkeypatch.setattr(sys, "argv", ["single_gpu.py", *map(str, args)])
+    with pytest.raises(SystemExit):
+        single_gpu.main()
+    return capsys.readouterr()
+
+
+def test_wrong_arguments_are_named(monkeypatch, capsys, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"kernel": "copy"}\n')
+    unlimited = tmp_path / "unlimited.jsonl"
+    unlimited.write_text(json.dumps({k: v for k, v in ROWS[0].items() if k != "limit_ms"}) + "\n")
+    for args, message in (
+        (("--report", tmp_path / "missing"), "--report: "),
+        (("--plot", tmp_path / "missing"), "--plot: "),
+        (("--report", other), "expected lines of single_gpu.py --out, got KeyError('case')"),
+        (("--plot", unlimited), "expected rows with limits"),
+        (("--rows", 0, 99), "expected some of these, got [99]"),
+        (("--rows", -1), "expected some of these, got [-1]"),
+        (("--impls", "flux"), "got ['flux']"),
+    ):
+        assert message in run_single_gpu(monkeypatch, capsys, *args).err
+    assert "  7  rmsnorm+swiglu mlp 4096/14336, 8192 tokens" in run_single_gpu(monkeypatch, capsys, "--rows", 8).err
+
+
+def test_help_maps_rows_and_implementations(monkeypatch, capsys):
+    lines = [line.split(maxsplit=1) for line in run_single_gpu(monkeypatch, capsys, "--help").out.splitlines()]
+    assert ["2", "linear 4096->14336 bias, 2048 tokens"] in lines
+    assert ["fp8_direct", "Fp8DirectDotGeneralOp delayed"] in lines
+    help_lines = [" ".join(line) for line in lines]
+    for name, impl in peers.implementations().items():
+        assert " ".join(f"{name}  {impl.label}".split()) in [" ".join(x.split()) for x in help_lines]
+
+
+# Layers
+
+
+def test_train_steps_start_from_the_same_model():
+    """In Flax and in te_jax: the same first loss, to bfloat16's rounding, of the same float32 parameters."""
+    size = layers.Size(batch=1, seq=16, features=32, hidden=64, heads=2, kv_heads=1)
+    found = {}
+    for name in ("te_jax none", "flax bf16"):
+        step, state, tokens = layers.train_step(size, 2, name)
+        shapes = sorted((p.shape, str(p.dtype)) for p in jax.tree.leaves(state.params))
+        found[name] = shapes, float(step(state, tokens)[1])
+    ours, flax = found.values()
+    assert ours[0] == flax[0]
+    assert {dtype for _, dtype in ours[0]} == {"float32"}
+    assert ours[1] == pytest.approx(flax[1], rel=2e-3)
 
 
 # Traces
