@@ -138,7 +138,10 @@ def _summary_line(trials: set, what: str, values: dict, worst: float | None, mea
 
 
 def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
-    """Limit over time of every implementation, a group of bars per case. Raises ValueError where no row has a limit."""
+    """Limit over time of every implementation, a group of bars per case, a panel per set of XLA's flags.
+
+    Raises ValueError where no row has a limit.
+    """
     rows, given = [row for row in rows if "limit_ms" in row], len(rows)
     if not rows:
         raise ValueError(f"expected rows with limits, which are measured on a GPU alone, got {given} rows without")
@@ -147,19 +150,27 @@ def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    keys = list(dict.fromkeys(map(key, rows)))
-    where = cases(rows)
-    figure, axes = pyplot.subplots(figsize=(14, 5.5), layout="constrained")
-    width = 0.85 / len(keys)
-    colours = pyplot.get_cmap("tab20")
-    for i, k in enumerate(keys):
-        at = {(r["case"], r["tokens"]): r["limit_ms"] / r["fwd_bwd_ms"] for r in rows if key(r) == k}
-        places = [(j + i * width, at[case]) for j, case in enumerate(where) if case in at]
-        axes.bar(*zip(*places, strict=True), width, label=k.label, color=colours(i))
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks([j + 0.42 for j in range(len(where))], [f"{c}\n{t} tokens" for c, t in where], fontsize=8)
-    axes.set_ylabel("limit / time, forward + backward")
-    axes.set_title(f"{rows[0]['device']}, jax {rows[0]['jax']}, te_jax {rows[0]['commit'][:10]}")
-    axes.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, -0.35))
+    where = sorted(cases(rows), key=lambda case: case[1])
+    names = list(dict.fromkeys(key(row)[:3] for row in rows))  # without flags: one colour in every panel
+    flags = list(dict.fromkeys(row.get("flags", "") for row in rows))
+    figure, panels = pyplot.subplots(
+        len(flags), figsize=(14, 1.5 + 3.5 * len(flags)), layout="constrained", sharex=True, squeeze=False
+    )
+    width, colours = 0.85 / len(names), pyplot.get_cmap("tab20")
+    for axes, flag in zip(panels[:, 0], flags, strict=True):
+        for i, name in enumerate(names):
+            found = [row for row in rows if row.get("flags", "") == flag and key(row)[:3] == name]
+            at = {(row["case"], row["tokens"]): row["limit_ms"] / row["fwd_bwd_ms"] for row in found}
+            places = [(j + i * width, at[case]) for j, case in enumerate(where) if case in at]
+            if places:
+                label = key(found[0])._replace(flags="").label
+                axes.bar(*zip(*places, strict=True), width, label=label, color=colours(i))
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_ylabel("limit / time, fwd + bwd")
+        axes.set_title(flag or "XLA's default flags", fontsize=9)
+    ticks = [j + width * (len(names) - 1) / 2 for j in range(len(where))]
+    panels[-1, 0].set_xticks(ticks, [f"{c}\n{t} tokens" for c, t in where], fontsize=7)
+    figure.suptitle(f"{rows[0]['device']}, jax {rows[0]['jax']}, te_jax {rows[0]['commit'][:10]}")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), fontsize=8, ncols=5, loc="outside lower center")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)

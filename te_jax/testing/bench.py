@@ -205,7 +205,7 @@ def reference_grads(case: Case, arrays: Mapping[str, jax.Array]) -> dict[str, ja
 
 def untuned(function: Callable, *args) -> Callable:
     """``function`` compiled for these arguments without timing algorithms: for what is checked with, not timed."""
-    return jax.jit(function).lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0})
+    return jax.jit(function).lower(*args).compile(compiler_options={"xla_gpu_autotune_level": "0"})
 
 
 def allowed_error(case: Case, name: str, dy: str = "e5m2") -> float:
