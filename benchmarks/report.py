@@ -133,7 +133,8 @@ def _summary_line(trials: set, what: str, values: dict, worst: float | None, mea
     )
     if trials & values.keys():
         wanted = ""
-    found = f"{middle:.3f} (lowest {lowest:.3f}, {case}, {tokens})"
+    count = "1 case" if len(values) == 1 else f"{len(values)} cases"  # a run of some rows says what it rests on
+    found = f"{middle:.3f} (lowest {lowest:.3f}, {case}, {tokens}), {count}"
     return [f"- {what}: {found}" + (f"; wanted {wanted}: {'met' if met else 'not met'}" if wanted else "")]
 
 

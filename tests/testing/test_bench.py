@@ -220,7 +220,7 @@ def test_runs_with_different_flags_stay_apart(tmp_path):
     assert cells["te_jax delayed [concurrent]"].endswith("/ 1.100")
     assert cells["te_jax delayed [concurrent --xla_other=1]"].endswith("/ 8.000")
     assert "- te_jax delayed: times flax bf16: 2.000" in text  # to 2.5, not to the other run's 2.2
-    assert "- te_jax delayed [concurrent]: times flax bf16: 2.000" in text
+    assert "- te_jax delayed [concurrent]: times flax bf16: 2.000 (lowest 2.000, a, 8192), 1 case;" in text
 
 
 @pytest.mark.parametrize("trial", [{"device": "cpu"}, {"scale": 16}], ids=str)
