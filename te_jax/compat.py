@@ -74,6 +74,22 @@ def shaped_array(shape, dtype, operands) -> jax.core.ShapedArray:
     )
 
 
+def decoded_spec(sharding: Any, mesh: jax.sharding.Mesh) -> jax.sharding.PartitionSpec:
+    """The spec of a sharding that ``custom_partitioning(decode_shardings=False)`` shows; P() where no spec says it.
+
+    Shardy may split a mesh axis: half of it over the two blocks of a dimension, the rest over nothing.
+    """
+    from jax._src.sharding_impls import parse_flatten_op_sharding
+
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding.spec
+    try:
+        (spec,) = parse_flatten_op_sharding(sharding._hlo_sharding, mesh)
+    except (ValueError, LookupError, NotImplementedError, AssertionError):  # it finds out in many places
+        return jax.sharding.PartitionSpec()
+    return spec
+
+
 def in_host_memory(x) -> bool:
     """Whether ``x`` (an array or an abstract value) lives in host memory."""
     aval = _aval(x)

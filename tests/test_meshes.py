@@ -128,6 +128,24 @@ def test_sharded_kernels(recipe, features, kind):
         assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P(("model", "data"))], ids=str)
+def test_kernels_in_more_shards_than_blocks(spec, kind):
+    """Parameters are sharded for memory alone: two blocks of them over four or eight devices."""
+    module = te.Sequential([ops.RMSNorm(), ops.Linear(256, use_bias=False)], recipe=te.BlockScaling())
+    x = jax.random.normal(jax.random.key(0), (8, 16, 256))
+    variables = module.init(jax.random.key(1), x)
+    step = jax.jit(jax.value_and_grad(loss_of(module), argnums=(0, 1)))
+    want = step(variables, x)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        placed = jax.tree.map(lambda p: jax.device_put(p, NamedSharding(mesh, spec if p.ndim == 2 else P())), variables)
+        got = step(placed, jax.device_put(x, NamedSharding(mesh, P("data"))))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b)
+
+
 def test_a_pipeline_stage_keeps_its_own_state():
     """State that varies over a manual axis isn't reduced over it: each stage has its own amax."""
     module = te.Sequential([ops.Linear(32, use_bias=False)], recipe=RECIPES["delayed"])

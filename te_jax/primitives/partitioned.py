@@ -30,6 +30,7 @@ def partitioned(definition: Definition, bind: Callable, spec: Spec, batched: Bat
     function.def_partition(
         partition=functools.partial(_partition, definition, spec, bind, batched),
         sharding_rule=lambda mesh, operands, results: _rule(definition, spec, batched, operands).shardy(),
+        decode_shardings=False,  # jax refuses a mesh axis that Shardy has split, before we are asked
     )
 
     @custom_vmap
@@ -95,11 +96,11 @@ compat.ad.primitive_jvps[_not_exported] = refuse_derivative
 def _partition(definition: Definition, spec: Spec, bind: Callable, batched: Batched, mesh, operands, results):
     """The callback of ``custom_partitioning``: one shard's function, and the shardings that it needs and gives."""
     rule = _rule(definition, spec, batched, operands)
-    axes = rule.axes(
-        [(x.shape, x.sharding.spec) for x in operands],
-        [(x.shape, x.sharding.spec) for x in jax.tree.leaves(results)],
-        dict(mesh.shape),
+    operand_specs, result_specs = (
+        [(x.shape, compat.decoded_spec(x.sharding, mesh)) for x in arrays]
+        for arrays in (operands, jax.tree.leaves(results))
     )
+    axes = rule.axes(operand_specs, result_specs, dict(mesh.shape))
 
     def shard(*operands):
         # The callback runs under the mesh of the program, which may be an Explicit one that was made Auto: jax 0.12

@@ -81,6 +81,9 @@ def test_features_and_both_dimensions_of_a_kernel_may_be_sharded_between_blocks(
         ((4, 128, 256), ("a", "b"), (1, 128, 256)),  # 64 tokens a shard: half a block
         ((4, 256, 144), ("a", None, "b"), (1, 256, 144)),  # 72 features
         ((8, 72, 256), ("a", "b"), (2, 72, 256)),  # padded to one block, which is not split
+        ((8, 72, 256), (None, None, "a"), (8, 72, 256)),  # two blocks of features over four devices,
+        ((2, 256, 768), ("b", None, "a"), (1, 256, 768)),  # six over four,
+        ((2, 256, 512), (None, None, ("b", "a")), (2, 256, 512)),  # four over eight: Shardy splits an axis for them
     ],
 )
 def test_blocks_are_not_split(kind, shape, spec, local):
