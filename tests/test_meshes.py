@@ -146,6 +146,40 @@ def test_kernels_in_more_shards_than_blocks(spec, kind):
         assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((512, 64), P("data")),  # 64 tokens on a device: half a block of wgrad's
+        ((2, 128, 64), P(None, "data")),
+        ((8, 4, 64), P("data")),  # 4 tokens: the GEMM of a device is the reference's
+    ],
+)
+def test_fewer_tokens_on_a_device_than_a_block_has(shape, spec, kind):
+    chain = [ops.MakeExtraOutput(), ops.RMSNorm(), ops.Linear(128), ops.GELU(), ops.Linear(64, use_bias=False)]
+    module = te.Sequential(chain, recipe=te.BlockScaling())
+    x = jax.random.normal(jax.random.key(0), shape)
+    variables = module.init(jax.random.key(1), x)
+
+    def loss(variables, x):
+        y, extra = module.apply(variables, x)
+        return (y**2).sum() + (extra**3).sum()
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    want = step(variables, x)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, spec))
+        variables = jax.device_put(variables, NamedSharding(mesh, P()))
+        y, extra = jax.jit(module.apply)(variables, x)
+        got = step(variables, x)
+    if kind == AxisType.Explicit:
+        assert tuple(y.sharding.spec)[: len(spec)] == tuple(extra.sharding.spec)[: len(spec)] == tuple(spec)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b)
+
+
 def test_a_pipeline_stage_keeps_its_own_state():
     """State that varies over a manual axis isn't reduced over it: each stage has its own amax."""
     module = te.Sequential([ops.Linear(32, use_bias=False)], recipe=RECIPES["delayed"])

@@ -116,7 +116,20 @@ def _run_fwd(run: Run, params, state, kernels, keys, x, extras):
     # A scan over layers stacks every residual, scalars too, so only the scales that are used yet are kept.
     left = [{role: s for role, s in scale.items() if role not in u} for scale, u in zip(scales, used, strict=True)]
     residuals = (params, state, left, keys, kinds, saved, used)
-    return (y, leaving(run, [ctx.extra_outputs for ctx in contexts])), residuals
+    outputs = (y, leaving(run, [ctx.extra_outputs for ctx in contexts]))
+    if mesh.regime(x).explicit and run.quantizes:
+        outputs = _as_without_backward(outputs, run, params, state, kernels, keys, x, extras)
+    return outputs, residuals
+
+
+def _as_without_backward(outputs: Any, run: Run, *operands: Any) -> Any:
+    """The outputs in the Explicit shardings that they have where no backward pass follows, as JAX requires.
+
+    Block scaling splits fewer dimensions where it also writes operands for wgrad, whose blocks go along tokens.
+    """
+    kinds = []
+    jax.eval_shape(lambda *operands: kinds.append(jax.tree.map(_Like.of, _run(run, *operands))), *operands)
+    return jax.tree.map(lambda kind, out: kind.match(out), kinds[0], outputs, is_leaf=_is_kind)
 
 
 def _apart(saved: Array) -> Array:

@@ -24,7 +24,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from te_jax import errors
+from te_jax import compat, errors
 from te_jax.quant.division import divide
 from te_jax.quant.format import E4M3, Format, format_of
 from te_jax.quant.reference import amax, cast, scale_from_amax
@@ -106,7 +106,8 @@ def gemm_block(
     a, b = (_pad(x.astype(jnp.float32), -1).reshape(*x.shape[:-1], blocks, BLOCK) for x in (lhs, rhs))
     a_scale = _expand_rows(lhs_scale_inv, lhs.shape, lhs_block)  # [*lead, K']
     b_scale = _expand_rows(rhs_scale_inv, rhs.shape, rhs_block)  # [N, K']
-    out = jnp.zeros((*lhs.shape[:-1], rhs.shape[0]), jnp.float32)
+    varying = frozenset().union(*map(compat.varying_axes, (lhs, rhs, lhs_scale_inv, rhs_scale_inv)))
+    out = compat.pvary(jnp.zeros((*lhs.shape[:-1], rhs.shape[0]), jnp.float32), varying)
 
     def add_block(out: jax.Array, k: jax.Array) -> tuple[jax.Array, None]:
         part = jnp.einsum("...k,nk->...n", a[..., k, :], b[:, k], precision=jax.lax.Precision.HIGHEST)
