@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,12 +10,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core.scope import DenyList
 from jax import Array
 
 from te_jax import compat
 from te_jax.errors import check_type, check_value
+from te_jax.parallel import explicit, mesh
 from te_jax.quant import state as fp8_state
-from te_jax.quant.state import KERNELS
+from te_jax.quant.state import COLLECTION, KERNELS
 from te_jax.sequential import making_kernels
 
 Variables = Mapping[str, Any]
@@ -36,7 +39,8 @@ def quantize_kernels(module: nn.Module, variables: Variables, *args: Any, **kwar
         in ``variable_axes``, as parameters do.
       variables: what ``module.init`` returned; an ``fp8_kernels`` among it is replaced.
       *args, **kwargs: as for ``module.apply``, of the shapes of the later calls (a linear is quantized or not
-        depending on them); arrays or ``jax.ShapeDtypeStruct``, whose values don't matter.
+        depending on them); arrays or ``jax.ShapeDtypeStruct``, whose values don't matter. What the call would write to
+        other collections (batch statistics) is dropped, ``mutable`` makes no difference.
 
     Returns:
       {**variables, "fp8_kernels": ...}: per linear ``data``, ``data_t`` (FP8) and their f32 scales, amax under a recipe
@@ -50,7 +54,7 @@ def quantize_kernels(module: nn.Module, variables: Variables, *args: Any, **kwar
         isinstance(module, nn.Module), "quantize_kernels", "module", "a flax.linen module", type(module).__name__
     )
     _check_variables("quantize_kernels", variables)
-    leaves, structure = jax.tree.flatten((args, kwargs))
+    leaves, structure = jax.tree.flatten((args, {name: value for name, value in kwargs.items() if name != "mutable"}))
     is_array = [isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves]
 
     unquantized: dict[str, str] = {}
@@ -61,13 +65,14 @@ def quantize_kernels(module: nn.Module, variables: Variables, *args: Any, **kwar
             next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)
         )
         with making_kernels() as why:
-            _, made = module.apply(variables, *args, **kwargs, mutable=[KERNELS])
+            _, made = module.apply(variables, *args, **kwargs, mutable=DenyList(("params", COLLECTION)))
         unquantized.update(why)
         return made.get(KERNELS, {})
 
     rest = {name: value for name, value in variables.items() if name != KERNELS}
     arrays = [_as_array(leaf) for leaf, array in zip(leaves, is_array, strict=True) if array]
-    made = jax.jit(make)(rest, arrays)
+    # Gradients go to the parameters in the backward passes of the calls that use the kernels.
+    made = jax.jit(make)(jax.lax.stop_gradient(rest), jax.lax.stop_gradient(arrays))
     expected = "a module with linears that are quantized, one scale for each kernel (see its plan)"
     reasons = "; ".join(f"{label}: {why}" for label, why in unquantized.items())
     got = f"one without for these arguments: {reasons}" if reasons else "one without"
@@ -112,6 +117,7 @@ def accumulate_gradients(
     _check_batch(op, batch, num_microbatches)
     kernels = {name: value for name, value in variables.items() if name == KERNELS}
     differentiated = {name: value for name, value in variables.items() if name != KERNELS}
+    _check_differentiable(op, differentiated)
     rows = jax.tree.map(lambda x: _by_microbatch(x, num_microbatches), batch)
 
     def checked_loss(variables: Any, microbatch: Any) -> Array:
@@ -140,6 +146,13 @@ def _check_variables(op: str, variables: Any) -> None:
     check_type(isinstance(variables, Mapping), op, "variables", "a dict of collections", type(variables).__name__)
 
 
+def _check_differentiable(op: str, variables: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(variables):
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        name, expected = "variables" + jax.tree_util.keystr(path), "a floating point dtype, as it is differentiated"
+        check_type(jnp.issubdtype(dtype, jnp.inexact), op, name, expected, dtype)
+
+
 def _check_loss(op: str, loss: Any) -> None:
     expected = "to return a scalar of a floating dtype, nothing beside it"
     is_array = hasattr(loss, "shape") and hasattr(loss, "dtype")
@@ -160,6 +173,17 @@ def _check_batch(op: str, batch: Any, num_microbatches: int) -> None:
         check_value(shape[0] == size, op, name, f"{size} rows, as the others", shape[0])
         ok = shape[0] > 0 and shape[0] % num_microbatches == 0
         check_value(ok, op, name, f"a multiple of num_microbatches={num_microbatches} rows", shape[0])
+        shards = _explicit_shards(leaf)
+        ok = shape[0] // num_microbatches % shards == 0
+        expected = f"a multiple of num_microbatches={num_microbatches} times its {shards} shards rows"
+        check_value(ok, op, name, expected, shape[0])
+
+
+def _explicit_shards(x: Any) -> int:
+    """Over how many devices the rows are split by Explicit axes, where a microbatch has to be split evenly."""
+    if not isinstance(x, jax.Array) or (entry := explicit.spec_entries(x)[0]) is None:
+        return 1
+    return math.prod(mesh.regime(x).mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry))
 
 
 def _by_microbatch(x: Any, num_microbatches: int) -> Array:

@@ -166,6 +166,29 @@ def test_a_transformer_layer():
     assert_same(accumulate(quantized, x), accumulate(variables, x))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_quantized_within_what_is_differentiated(recipe):
+    module, variables = trained(recipe)
+    loss = loss_of(module)
+    got = jax.jit(jax.value_and_grad(lambda v, b: loss(te.quantize_kernels(module, v, MICRO), b)))
+    assert_same(got(variables, data(5)), jax.jit(jax.value_and_grad(loss))(variables, data(5)))
+
+
+def test_a_module_that_writes_to_other_collections():
+    class Normalized(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return mlp(DELAYED, name="mlp")(nn.BatchNorm(use_running_average=not train, **BF16)(x))
+
+    module = Normalized()
+    variables = module.init(jax.random.key(0), data()[0], True)
+    quantized = te.quantize_kernels(module, variables, MICRO, True, mutable=["batch_stats"])
+    assert set(quantized) == {*variables, KERNELS}
+    assert_same(quantized["batch_stats"], variables["batch_stats"])
+    call = functools.partial(module.apply, x=data()[0], train=True, mutable=["batch_stats"])
+    assert_same(call(quantized), call(variables))
+
+
 def test_errors_of_quantize_kernels():
     module, variables = trained("delayed")
     with pytest.raises(TypeError, match=r"quantize_kernels: module: expected a flax.linen module, got function"):
@@ -353,3 +376,21 @@ def test_dropout_with_keys_in_the_batch():
 def test_errors_of_accumulate_gradients(variables, batch, n, message):
     with pytest.raises((ValueError, TypeError), match=f"accumulate_gradients: {message}"):
         te.accumulate_gradients(lambda v, b: 0.0, variables, batch, num_microbatches=n)
+
+
+def test_variables_that_cannot_be_differentiated_are_named():
+    message = r"variables\['params'\]\['n'\]: expected a floating point dtype, as it is differentiated, got int32"
+    with pytest.raises(TypeError, match=f"accumulate_gradients: {message}"):
+        te.accumulate_gradients(
+            lambda v, b: 0.0, {"params": {"n": jnp.arange(2)}}, jnp.ones((4, 2)), num_microbatches=2
+        )
+
+
+def test_a_microbatch_that_explicit_axes_cannot_split():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((16, 2)), NamedSharding(mesh, P("data")))
+        with pytest.raises(ValueError, match=r"batch: expected a multiple of num_microbatches=8 times its 4 shards ro"):
+            te.accumulate_gradients(lambda v, x: x.sum(), {}, x, num_microbatches=8)
+        loss, _ = te.accumulate_gradients(lambda v, x: x.sum(), {}, x, num_microbatches=4)
+        assert loss == 8
