@@ -82,7 +82,8 @@ def refuse_derivative(primals, tangents, **params):
     del primals, tangents, params
     raise NotImplementedError(
         "te_jax: expected first derivatives in reverse mode (jax.grad, jax.vjp) of a chain or module, got a derivative "
-        "of a quantized primitive or a second derivative; recipe=None has second derivatives"
+        "of a quantized primitive or a second derivative; recipe=None has second derivatives, where there is attention "
+        "with attention_implementation='xla'"
     )
 
 

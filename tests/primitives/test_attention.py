@@ -273,3 +273,17 @@ def test_keys_and_values_that_are_the_same_everywhere(regime):
         placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip((q, k, v, dout), specs, strict=True)]
         got = jax.jit(step)(*placed)
     assert_close(got, want)
+
+
+def test_a_second_derivative_says_what_has_them():
+    q, k, v = (jnp.ones((2, 8, 2, 16), jnp.bfloat16) for _ in range(3))
+
+    def grad_of_norm(implementation):
+        def total(q):
+            return core_attention(q, k, v, causal=True, implementation=implementation).astype(jnp.float32).sum()
+
+        return jax.grad(lambda q: (jax.grad(total)(q).astype(jnp.float32) ** 2).sum())
+
+    with pytest.raises(NotImplementedError, match="attention_implementation='xla'"):
+        grad_of_norm(None)(q)
+    grad_of_norm("xla")(q)
