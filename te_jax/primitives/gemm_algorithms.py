@@ -16,7 +16,8 @@ import dataclasses
 import json
 import os
 import pathlib
-import tempfile
+import re
+import uuid
 import warnings
 from collections.abc import Generator, Mapping
 from types import ModuleType
@@ -85,6 +86,9 @@ def load_table(choices: Mapping[str, Any]) -> int:
 
     A program that is captured in a command buffer goes on as it was captured. Choices made with another cuBLASLt are
     not taken, with a RuntimeWarning. Without CUDA custom calls none is.
+
+    Raises:
+      ValueError: they are not such choices; then none is taken.
     """
     module = _register()
     if module is None:
@@ -93,11 +97,30 @@ def load_table(choices: Mapping[str, Any]) -> int:
     if reason:
         warnings.warn(f"te_jax: GEMM algorithms are not loaded: {reason}", RuntimeWarning, stacklevel=2)
         return 0
-    loaded = 0
+    found = _choices(choices)  # all of them are looked at before the first is taken
+    return sum(module.load_gemm_algorithm(device, gemm, **choice) for device, gemm, choice in found)
+
+
+def _choices(choices: Mapping[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    """(device, gemm, what is kept of it) of a table; raises ValueError for anything else."""
+    problem = errors.message("gemm_algorithms", "choices", "those of gemm_algorithms.table()", "something else")
+    errors.check(_is_table(choices), problem)
+    found = []
     for device, gemms in choices["devices"].items():
         for gemm, choice in gemms.items():
-            loaded += module.load_gemm_algorithm(device, gemm, **{name: choice[name] for name in _KEPT})
-    return loaded
+            kept = choice if isinstance(choice, Mapping) else {}
+            ok = re.fullmatch("[0-9a-f]{128}", str(kept.get("algorithm"))) and type(kept.get("candidates")) is int
+            ok = ok and 0 <= kept["candidates"] < 2**31
+            ok = ok and all(type(kept.get(name)) in (int, float) for name in ("time_us", "first_us"))
+            errors.check(bool(ok), errors.message("gemm_algorithms", f"{device}/{gemm}", f"{_KEPT}", repr(choice)))
+            found.append((device, gemm, {name: kept[name] for name in _KEPT}))
+    return found
+
+
+def _is_table(found: Any) -> bool:
+    """Whether that has the structure of a table, whatever its choices."""
+    devices = found.get("devices") if isinstance(found, Mapping) else None
+    return isinstance(devices, Mapping) and all(isinstance(gemms, Mapping) for gemms in devices.values())
 
 
 def why_foreign(choices: Mapping[str, Any], cublaslt: int) -> str:
@@ -118,13 +141,13 @@ def save(path: str | os.PathLike[str]) -> None:
     ours = table()
     with _locked(path):
         merged = merge(_read(path), ours)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")
+        # Not a temporary file, which only its owner could read: the file may be one of several users.
+        new = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(merged, file, indent=1, sort_keys=True)
-            os.replace(name, path)
+            new.write_text(json.dumps(merged, indent=1, sort_keys=True), encoding="utf-8")
+            os.replace(new, path)
         except BaseException:
-            os.unlink(name)
+            new.unlink(missing_ok=True)
             raise
 
 
@@ -135,10 +158,10 @@ def load(path: str | os.PathLike[str]) -> int:
       FileNotFoundError: there is no such file.
       ValueError: it is not a JSON file of this kind.
     """
-    text = pathlib.Path(path).read_text(encoding="utf-8")
+    data = pathlib.Path(path).read_bytes()
     try:
-        return load_table(json.loads(text))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        return load_table(json.loads(data))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"te_jax: {path}: expected GEMM algorithms that te_jax saved, got {error!r}") from error
 
 
@@ -168,10 +191,10 @@ def _locked(path: pathlib.Path) -> Generator[None]:
 def _read(path: pathlib.Path) -> dict[str, Any] | None:
     """The choices in a file; None if there is no such file or it holds something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else None
-    except (OSError, ValueError):
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
         return None
+    return found if _is_table(found) else None
 
 
 def _module() -> ModuleType | None:

@@ -29,6 +29,7 @@ _MODULES = {
 }
 _lock = threading.RLock()
 _registered: set[str] = set()
+_started: set[str] = set()  # platforms whose hooks have run
 _hooks: list[Callable[[str, ModuleType], None]] = []
 
 
@@ -188,11 +189,17 @@ def _sgemm() -> Any:
 def _register(platform: str) -> None:
     with _lock:
         module = _load(platform)[1]
-        if platform in _registered or module is None:
+        if platform in _started or module is None:
             return
-        options = {"command_buffers": config.command_buffers_enabled()} if platform == "cuda" else {}
-        for name, handler in module.registrations(**options).items():
-            jax.ffi.register_ffi_target(name, handler, platform=_MODULES[platform][1])
-        _registered.add(platform)
-        for hook in _hooks:
-            hook(platform, module)
+        if platform not in _registered:
+            options = {"command_buffers": config.command_buffers_enabled()} if platform == "cuda" else {}
+            for name, handler in module.registrations(**options).items():
+                jax.ffi.register_ffi_target(name, handler, platform=_MODULES[platform][1])
+            _registered.add(platform)
+        _started.add(platform)  # hooks may want the targets themselves
+        try:
+            for hook in _hooks:
+                hook(platform, module)
+        except BaseException:
+            _started.discard(platform)  # what is wrong with the environment is an error the next time too
+            raise

@@ -118,13 +118,53 @@ def test_another_cublaslt_is_not_mixed_in(process, tmp_path):
     assert list(json.loads(path.read_text())["devices"][H200]) == ["m=32"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 1, "cublaslt": 130100}'])
-def test_what_is_not_such_a_file_is_named(process, tmp_path, text):
+GOOD = {"algorithm": HEX, "time_us": 1.0, "first_us": 2, "candidates": 3}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b'{"format": 1, "cublaslt": 130100}',
+        b'{"format": 1, "cublaslt": 130100, "devices": []}',
+        b'{"format": 1, "cublaslt": 130100, "devices": {"H200": 3}}',
+    ],
+)
+def test_what_is_not_such_a_file_is_named_and_replaced(process, tmp_path, text):
     path = tmp_path / "algorithms.json"
-    path.write_text(text)
-    process()
-    with pytest.raises(ValueError, match="expected GEMM algorithms that te_jax saved"):
+    path.write_bytes(text)
+    process().add(H200, "m=16")
+    with pytest.raises(ValueError, match=r"algorithms\.json: expected GEMM algorithms that te_jax saved"):
         gemm_algorithms.load(path)
+    gemm_algorithms.save(path)
+    assert list(json.loads(path.read_text())["devices"][H200]) == ["m=16"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"algorithm": "zz"}, {"candidates": -1}, {"candidates": 2.5}, {"candidates": 2**70}, {"time_us": "1"}, None],
+    ids=str,
+)
+def test_of_a_damaged_file_nothing_is_taken(process, tmp_path, wrong):
+    path = tmp_path / "algorithms.json"
+    gemms = {"m=16": GOOD, "m=32": wrong and GOOD | wrong}
+    path.write_text(json.dumps({"format": 1, "cublaslt": 130100, "devices": {H200: gemms}}))
+    process()
+    with pytest.raises(ValueError, match="m=32"):
+        gemm_algorithms.load(path)
+    assert gemm_algorithms.report() == []
+
+
+def test_others_may_read_the_file(process, tmp_path):
+    path, other = tmp_path / "algorithms.json", tmp_path / "other"
+    other.touch()
+    process().add(H200, "m=16")
+    gemm_algorithms.save(path)
+    assert path.stat().st_mode == other.stat().st_mode
 
 
 def test_a_foreign_format_is_not_read(process):
@@ -161,6 +201,21 @@ def test_the_environment_is_followed_at_registration(process, tmp_path, monkeypa
     ((function, *args),) = at_exit
     function(*args)
     assert sorted(json.loads(path.read_text())["devices"][H200]) == ["m=16", "m=32"]
+
+
+def test_a_wrong_environment_is_an_error_every_time(process, monkeypatch):
+    module = process()
+    module.registrations = lambda command_buffers: {}
+    monkeypatch.setattr(library, "_load", lambda platform: (None, module))
+    for name in ("_registered", "_started"):
+        monkeypatch.setattr(library, name, set())
+    monkeypatch.setenv("TE_JAX_GEMM_ALGORITHMS", "best")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="TE_JAX_GEMM_ALGORITHMS: expected timed or first, got 'best'"):
+            library._register("cuda")
+    monkeypatch.setenv("TE_JAX_GEMM_ALGORITHMS", "first")
+    library._register("cuda")
+    assert module.timing is False
 
 
 def test_the_environment_is_checked(monkeypatch):
