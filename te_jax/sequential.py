@@ -21,7 +21,7 @@ from te_jax.fusion.pattern import Rule
 from te_jax.fusion.plan import Foreign, FusionPlan, describe, make_plan
 from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
 from te_jax.ops.base import LinkInfo, Op, ParamSpec, TensorType
-from te_jax.ops.linear import BasicLinear, takes_quantized_kernel, why_unquantized
+from te_jax.ops.linear import BasicLinear, why_unquantized
 from te_jax.quant import state as fp8_state
 from te_jax.quant.state import KERNELS
 from te_jax.recipe import Recipe
@@ -244,7 +244,7 @@ class ChainModule(nn.Module, kw_only=True):
     def _quantized_kernels(self, run: Run, index: int, params: Any, state: Any) -> Kernels:
         """The kernels that were quantized before this call, by link; inside of ``making_kernels`` made and stored."""
         none = (None,) * len(run.links)
-        names = {i: f"linear_{info.index}" for i, info in enumerate(run.links) if takes_quantized_kernel(info)}
+        names = {i: f"linear_{info.index}" for i, info in enumerate(run.links) if info.quantized}
         name, where = f"fp8_{index}", "/".join((*self.path, type(self).__name__))
         making = _making_kernels.get()
         if making is not None:

@@ -20,7 +20,7 @@ from te_jax import compat, errors, primitives
 from te_jax.fusion.fuser import RunPlan, plan_run
 from te_jax.fusion.pattern import Rule, Step
 from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo, QuantizedKernel, Used
-from te_jax.ops.linear import quantize_kernel, takes_quantized_kernel
+from te_jax.ops.linear import quantize_kernel
 from te_jax.parallel import mesh
 from te_jax.primitives.spec import ScaleReadSpec, ScaleWriteSpec
 from te_jax.quant.format import is_fp8
@@ -95,7 +95,7 @@ def quantize_kernels(run: Run, params: Params, state: Mapping[str, Array]) -> Ke
     kernels: list[QuantizedKernel | None] = []
     for info, scales in zip(run.links, read_scales(run, state), strict=True):
         ctx = ForwardContext(info, params.get(info.scope, {}), train=True, scales=scales)
-        kernels.append(quantize_kernel(ctx) if takes_quantized_kernel(info) else None)
+        kernels.append(quantize_kernel(ctx) if info.quantized else None)
     return tuple(kernels)
 
 

@@ -177,11 +177,6 @@ def _quantize(
     return primitives.quantize(x, scale, spec, amax_axes=mesh.amax_axes(x, scale, ctx.info.recipe))
 
 
-def takes_quantized_kernel(info: LinkInfo) -> bool:
-    """Whether this is a linear that can be given its kernel in FP8."""
-    return info.quantized
-
-
 def quantize_kernel(ctx: ForwardContext) -> QuantizedKernel:
     """The kernel as ``forward`` would quantize it, for ``ForwardContext.quantized_kernel`` of other calls."""
     out = _quantize(ctx, "kernel", ctx.params["kernel"], train=ctx.train)

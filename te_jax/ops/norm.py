@@ -46,7 +46,7 @@ class _Norm(Op):
     def forward(self, ctx: ForwardContext, x: Array) -> Array:
         if ctx.info.recipe is not None:
             wanted = {"format": ctx.info.recipe.format("x").name, "hp": True, "data": False}
-            return required(self._pass(ctx, x, jnp.zeros((), jnp.float32), wanted).hp, "norm", "hp")
+            return required(self.forward_quantized(ctx, x, jnp.zeros((), jnp.float32), wanted).hp, "norm", "hp")
         x32 = x.astype(jnp.float32)
         mean = jnp.mean(x32, axis=-1) if self.centered else None
         if mean is not None:
@@ -61,19 +61,13 @@ class _Norm(Op):
     def forward_quantized(
         self, ctx: ForwardContext, x: Array, scale: Array | None, quantizing: dict[str, Any]
     ) -> primitives.QuantizeOut:
-        """The result in FP8 only, as the linear after it wants it (``quantizing``), in one pass over x."""
-        return self._pass(ctx, x, scale, quantizing)
-
-    def _pass(
-        self, ctx: ForwardContext, x: Array, scale: Array | None, wanted: dict[str, Any]
-    ) -> primitives.QuantizeOut:
-        """The results of a QuantizingSpec that are ``wanted``."""
+        """What the fields ``quantizing`` of a QuantizingSpec ask for, in one pass: FP8 for the linear after it."""
         spec = NormSpec(
             kind=self.kind,
             epsilon=self.epsilon,
             zero_centered_gamma=self.zero_centered_gamma,
             stats=ctx.train,
-            **wanted,
+            **quantizing,
         )
         axes = mesh.amax_axes(x, scale, ctx.info.recipe)
         out = primitives.norm(x, ctx.params["scale"], ctx.params.get("bias"), scale, spec, amax_axes=axes)

@@ -22,8 +22,6 @@ from te_jax.quant.block_reference import (
 )
 from te_jax.quant.format import is_fp8
 
-SIDES = ("lhs", "rhs")
-
 
 def _scalings(spec: GemmSpec) -> dict[str, str]:
     return {"lhs": spec.lhs_scaling, "rhs": spec.rhs_scaling}
@@ -90,9 +88,8 @@ def replicated(spec: GemmSpec, lhs, rhs, kept_l: Factors, kept_r: Factors, contr
     return fixed
 
 
-def why_not(spec: GemmSpec, m: int, n: int, k: int) -> str | None:
-    """Why cuBLASLt doesn't take these sizes, all of which are multiples of 16 already but m."""
-    del n, k
+def why_not(spec: GemmSpec, m: int) -> str | None:
+    """Why cuBLASLt doesn't take m, the size that isn't a multiple of 16 already."""
     if spec.lhs_scaling == "block_1x128" and m % 8:
         return f"lhs's kept size {m} is not a multiple of 8, as 1x128 blocks want it"
     return None

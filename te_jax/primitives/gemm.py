@@ -211,7 +211,7 @@ def _why_not(spec, lhs, rhs, *rest):
     for name, size in sizes.items():
         if size % ALIGNMENT:
             return f"{name} {size} is not a multiple of {ALIGNMENT}"
-    return block_gemm.why_not(spec, m, n, k) if spec.blocks else None
+    return block_gemm.why_not(spec, m) if spec.blocks else None
 
 
 def _rule(spec, lhs, rhs, *rest):

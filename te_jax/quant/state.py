@@ -362,22 +362,17 @@ def check(before: Any, after: Any, *, allow_unused: bool = False) -> None:
 
 
 def _accumulate(a: Leaves, b: Leaves) -> dict[str, jax.Array]:
-    da, db = _decode(a), _decode(b)
-    both = da.used & db.used
-
-    def pick(x: jax.Array, y: jax.Array) -> jax.Array:
-        first = da.used.reshape(da.used.shape + (1,) * (x.ndim - da.used.ndim))
-        return jnp.where(first, x, y)
-
-    parity = jnp.where(both & (da.parity != db.parity), 0.0, pick(da.parity, db.parity))
-    scale = pick(da.scale, db.scale)
-    combined = _encode(jnp.maximum(da.newest, db.newest), pick(da.older, db.older), scale, parity)
-    used = da.used | db.used
-    return _select(used, {name: combined[name].astype(a[name].dtype) for name in combined}, a)
+    stacked = {name: jnp.stack([x[name].astype(jnp.float32) for x in (a, b)]) for name in a}
+    return _combine(stacked, unused=a)
 
 
 def _accumulate_stacked(leaves: Leaves) -> dict[str, jax.Array]:
-    d = _decode(leaves)
+    return _combine(leaves, unused={name: jnp.zeros_like(leaf[0]) for name, leaf in leaves.items()})
+
+
+def _combine(stacked: Leaves, unused: Leaves) -> dict[str, jax.Array]:
+    """Combines uses that are stacked along a first dimension; ``unused`` gives dtypes, and the rows without a use."""
+    d = _decode(stacked)
     used = d.used.any(0)
     first = jnp.argmax(d.used, 0)[None]  # all uses of a step agree on older history and parity
 
@@ -388,8 +383,7 @@ def _accumulate_stacked(leaves: Leaves) -> dict[str, jax.Array]:
     parity = pick(d.parity)
     parity = jnp.where((d.used & (d.parity != parity)).any(0), 0.0, parity)
     combined = _encode(d.newest.max(0), pick(d.older), pick(d.scale), parity)
-    unused = {name: jnp.zeros_like(leaf[0]) for name, leaf in leaves.items()}
-    return _select(used, {name: combined[name].astype(leaves[name].dtype) for name in combined}, unused)
+    return _select(used, {name: combined[name].astype(unused[name].dtype) for name in combined}, unused)
 
 
 def _apply(old: Leaves, cotangent: Leaves) -> dict[str, jax.Array]:
