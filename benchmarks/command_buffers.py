@@ -9,7 +9,6 @@ Each way runs in a process of its own: "on"; "te_jax off", where XLA's kernels a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 import statistics
@@ -19,6 +18,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import report
 
 import te_jax as te
 from te_jax import ops
@@ -92,9 +92,7 @@ def main():
         row = dict(zip(("command_buffers", "tokens", "width", "layers"), (args.way, *chain), strict=True))
         row |= measure(*chain)
         print(row, flush=True)
-        if args.out:
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row | where) + "\n")
+        report.append(args.out, [row | where])
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ the first run of a program, in which algorithms are chosen; the choices themselv
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import statistics
 import time
 
 import jax
 import jax.numpy as jnp
+import report
 
 from te_jax import primitives as P
 from te_jax.primitives import gemm_algorithms, library
@@ -97,9 +97,7 @@ def main():
 
     def emit(row):
         print(row, flush=True)
-        if args.out:
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row | where) + "\n")
+        report.append(args.out, [row | where])
 
     for tokens in (2048, 8192):
         for k, n in LINEARS:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import pathlib
 import sys
 
@@ -17,6 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import jax
 import jax.numpy as jnp
+import report
 import single_gpu
 
 import te_jax as te
@@ -84,9 +84,7 @@ def main() -> None:
             for count in args.microbatches:
                 for row in measure(name, module, recipe.name, count, args):
                     print(row, flush=True)
-                    if args.out:
-                        with args.out.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps(row | where) + "\n")
+                    report.append(args.out, [row | where])
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ if __name__ == "__main__":
 import jax
 import kernel_trace
 import layers
+import report
 import single_gpu
 
 from te_jax.testing import bench
@@ -127,10 +128,7 @@ def main() -> None:
     where = single_gpu.environment() | {"scale": args.scale}
     for row in rows:
         print(json.dumps({k: v for k, v in row.items() if k != "by_class"}))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row | where) + "\n" for row in rows)
+    report.append(args.out, (row | where for row in rows))
 
 
 if __name__ == "__main__":

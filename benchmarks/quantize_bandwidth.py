@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
-import json
 import pathlib
 import statistics
 import time
 
 import jax
 import jax.numpy as jnp
+import report
 
 from te_jax import primitives as P
 from te_jax.primitives import library
@@ -208,10 +208,7 @@ def main():
         for line in case():
             numbers = "  ".join(f"{v:9.3f} {k}" for k, v in line.items() if isinstance(v, float))
             print(f"{line['kernel']:36} {line['shape']!s:22} {numbers}", flush=True)
-            if args.out:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                with args.out.open("a") as file:
-                    file.write(json.dumps(line | where) + "\n")
+            report.append(args.out, [line | where])
 
 
 if __name__ == "__main__":

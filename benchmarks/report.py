@@ -41,6 +41,15 @@ def read(path: pathlib.Path) -> list[Row]:
         raise ValueError(f"{path}: expected lines of single_gpu.py --out, got {error!r}") from error
 
 
+def append(path: pathlib.Path | None, rows: Iterable[Row]) -> None:
+    """Adds rows to a file of JSON lines; nothing without a path."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
 def key(row: Row) -> Key:
     flags = " ".join(sorted(row.get("flags", "").split()))
     return Key(row["impl"], row["recipe"], row["accumulation"], flags)

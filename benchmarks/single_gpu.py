@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import json
 import os
 import pathlib
 import subprocess
@@ -235,11 +234,9 @@ def main() -> None:
     for index in args.rows:
         case = bench.SINGLE_GPU[index]
         found = measure(case if args.scale == 1 else case.scaled(args.scale), {n: known[n] for n in chosen}, args)
-        rows += [row | where for row in found]
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with args.out.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row | where) + "\n" for row in found)
+        found = [row | where for row in found]
+        rows += found
+        report.append(args.out, found)
     print(report.table(rows))
 
 
