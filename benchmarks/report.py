@@ -147,6 +147,9 @@ def _summary_line(trials: set, what: str, values: dict, worst: float | None, mea
     return [f"- {what}: {found}" + (f"; wanted {wanted}: {'met' if met else 'not met'}" if wanted else "")]
 
 
+XLA_DEFAULT = "XLA's default flags"
+
+
 def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
     """Limit over time of every implementation, a group of bars per case, a panel per set of XLA's flags.
 
@@ -177,10 +180,11 @@ def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
                 axes.bar(*zip(*places, strict=True), width, label=label, color=colours(i))
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_ylabel("limit / time, fwd + bwd")
-        axes.set_title(flag or "XLA's default flags", fontsize=9)
+        commits = sorted({row["commit"][:10] for row in rows if row.get("flags", "") == flag})
+        axes.set_title(f"{flag or XLA_DEFAULT}, te_jax {', '.join(commits)}", fontsize=9)
     ticks = [j + width * (len(names) - 1) / 2 for j in range(len(where))]
     panels[-1, 0].set_xticks(ticks, [f"{c}\n{t} tokens" for c, t in where], fontsize=7)
-    figure.suptitle(f"{rows[0]['device']}, jax {rows[0]['jax']}, te_jax {rows[0]['commit'][:10]}")
+    figure.suptitle(f"{rows[0]['device']}, jax {rows[0]['jax']}")
     figure.legend(*panels[0, 0].get_legend_handles_labels(), fontsize=8, ncols=5, loc="outside lower center")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
