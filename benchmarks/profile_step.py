@@ -55,9 +55,12 @@ def of_train_step(args) -> list[dict]:
 def _train_row(name: str, args) -> dict:
     step, state, tokens = layers.train_step(args.size, args.layers, name)
 
+    losses = []
+
     def call():
         nonlocal state
         state, loss = step(state, tokens)
+        losses.append(loss)
         return loss
 
     for _ in range(3):
@@ -73,7 +76,7 @@ def _train_row(name: str, args) -> dict:
     ms = statistics.median(seconds) * 1e3
     count = args.size.batch * args.size.seq
     row = {"case": f"train step, {args.layers} layers", "impl": name, "tokens": count, "step_ms": round(ms, 4)}
-    row |= {"tokens_per_s": round(count / ms * 1e3), "loss": float(loss)}
+    row |= {"tokens_per_s": round(count / ms * 1e3), "losses": [round(float(loss), 4) for loss in losses]}
     return row | _profile(f"train step, {name}", call, args)
 
 
