@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
-import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
@@ -15,27 +13,20 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import compat
-from te_jax.errors import check_type, check_value, message
-from te_jax.fusion.execute import Kernels, Run, execute, quantize_kernels
+from te_jax.chain import CALL, Chain, Foreign, ForeignPart, RunPart, Value, read_chain, types
+from te_jax.chain.places import freeze
+from te_jax.errors import check_type, check_value
+from te_jax.fusion import plan as planning
+from te_jax.fusion.execute import Kernels, execute, quantize_kernels
 from te_jax.fusion.pattern import Rule
-from te_jax.fusion.plan import Foreign, FusionPlan, describe, make_plan
+from te_jax.fusion.plan import FusionPlan, describe
 from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
+from te_jax.fusion.run import Run
 from te_jax.ops.base import LinkInfo, Op, ParamSpec, TensorType
 from te_jax.ops.linear import BasicLinear, why_unquantized
 from te_jax.quant import state as fp8_state
 from te_jax.quant.state import KERNELS
 from te_jax.recipe import Recipe
-
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """One basic op, its place in the user's list and the scope of its parameters."""
-
-    op: Op
-    index: int
-    scope: str
 
 
 class _Scope(nn.Module):
@@ -65,8 +56,13 @@ class ChainModule(nn.Module, kw_only=True):
     forward_rules: tuple[Rule, ...] = FORWARD_RULES
     backward_rules: tuple[Rule, ...] = BACKWARD_RULES
 
-    def chain(self) -> Sequence[Op | nn.Module | Callable[[Array], Array]]:
-        """The ops, in order. A Flax module or a function of one array runs as it is, and ends a fusion window."""
+    def chain(self) -> Sequence[Op | nn.Module | Callable[[Array], Array] | Sequence]:
+        """The ops, in order. A Flax module or a function of one array runs as it is, and ends a fusion window.
+
+        A list of these inside of the list is part of the chain. A module that is a chain keeps to itself, as any Flax
+        module does: its own recipe and dtypes, parameters and state in its scope. It takes and returns extra values by
+        order, and is deterministic or not with this one.
+        """
         raise NotImplementedError
 
     @nn.compact
@@ -75,44 +71,56 @@ class ChainModule(nn.Module, kw_only=True):
 
         Args:
           x: [*lead, C], bfloat16, float16 or float32.
-          *extras: the extra inputs of the ops that take one, in order, each of its op's input shape.
+          *extras: the extra inputs of the ops that take one from the call, in order, each of the type that its op
+            wants: for most the shape of its input.
           deterministic: no dropout; otherwise it draws from the rng collection ``dropout``.
 
         Returns:
           y, or ``(y, *extra_outputs)`` if ops make extra outputs.
 
         Raises:
-          ValueError: a shape that doesn't fit an op, or the wrong number of extra inputs, naming op and argument.
+          ValueError: a shape that doesn't fit an op, or the wrong number of extra inputs, naming ops and places; a
+            channel or residual that has one end.
           TypeError: a dtype that isn't supported (float64, integers).
         """
         name = type(self).__name__
-        self._check_attributes()
-        for argument, array in (("x", x), *((f"extra input {i}", extra) for i, extra in enumerate(extras))):
-            _check_input(name, argument, array)
-        segments = _segments(self.chain())
-        wanted = sum(place.op.num_extra_inputs for s in segments if isinstance(s, list) for place in s)
-        check_value(len(extras) == wanted, name, "extra inputs", wanted, len(extras))
+        chain = self._read_chain(name, x, extras)
+        values = {Value(CALL, i): extra for i, extra in enumerate(extras)}
         scopes: dict[str, dict[str, Array]] = {}
-        outputs: list[Array] = []
-        result = "x"
-        for segment in segments:
-            if not isinstance(segment, list):
-                x = segment(x)
-                result = f"the result of {_foreign_label(segment)}"
-                continue
-            _check_input(name, result, x)
-            params, dtype = self._run_params(segment, x, scopes)
-            run = self._make_run(segment, x, dtype)
-            count = sum(place.op.num_extra_inputs for place in segment)
-            taken, extras = extras[:count], extras[count:]
-            keys = tuple(self.make_rng("dropout") if p.op.needs_key(deterministic) else None for p in segment)
-            state = self._fp8_state(run, segment[0].index)
-            _check_on_device(name, {"params": params, fp8_state.COLLECTION: state})
-            kernels = self._quantized_kernels(run, segment[0].index, params, state)
-            taken = tuple(e.astype(dtype) for e in taken)
-            x, extra_outputs = execute(run, params, state, kernels, keys, x.astype(dtype), taken)
-            outputs += extra_outputs
+        source = "x"
+        for part in chain.parts:
+            given = tuple(values[value] for value in part.entering)
+            if isinstance(part, ForeignPart):
+                x, made = _call_foreign(part.foreign, x, given, source, deterministic)
+            else:
+                types.check_input(name, types.result_of(source), x)
+                x, made = self._call_run(chain, part, x, given, source, scopes, deterministic)
+            values |= zip(part.leaving, made, strict=True)
+            source = part.label
+        outputs = tuple(values[value] for value in chain.outputs)
         return (x, *outputs) if outputs else x
+
+    @nn.nowrap
+    def _call_run(
+        self,
+        chain: Chain,
+        part: RunPart,
+        x: Array,
+        extras: tuple[Array, ...],
+        source: str,
+        scopes: dict[str, dict[str, Array]],
+        deterministic: bool,
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """The result of one run and the extra values that leave it. ``scopes``: the parameters of the chain so far."""
+        name = type(self).__name__
+        params, dtype = self._run_params(part, x, source, scopes)
+        run, extra_types = self._make_run(chain, part, TensorType(x.shape, dtype), extras, source)
+        keys = tuple(self.make_rng("dropout") if p.op.needs_key(deterministic) else None for p in part.places)
+        state = self._fp8_state(run, part.name)
+        _check_on_device(name, {"params": params, fp8_state.COLLECTION: state})
+        kernels = self._quantized_kernels(run, part, params, state)
+        cast = tuple(extra.astype(type_.dtype) for extra, type_ in zip(extras, extra_types, strict=True))
+        return execute(run, params, state, kernels, keys, x.astype(dtype), cast)
 
     @nn.nowrap
     def plan(self, *shapes_or_arrays: Any, train: bool = True, platform: str | None = None) -> FusionPlan:
@@ -124,80 +132,109 @@ class ChainModule(nn.Module, kw_only=True):
           platform: "cpu" or "cuda"; chooses only what is printed about custom calls. Default: the default backend.
         """
         name = type(self).__name__
-        self._check_attributes()
-        check_value(len(shapes_or_arrays) > 0, f"{name}.plan", "x", "an array or a ShapeDtypeStruct", "nothing")
-        for i, given in enumerate(shapes_or_arrays):
-            _check_input(f"{name}.plan", f"extra input {i - 1}" if i else "x", given)
-        x, *extras = (TensorType(a.shape, a.dtype) for a in shapes_or_arrays)
-        places = _segments(self.chain())
-        wanted = sum(place.op.num_extra_inputs for s in places if isinstance(s, list) for place in s)
-        check_value(len(extras) == wanted, f"{name}.plan", "extra inputs", wanted, len(extras))
-        segments: list[Any] = []
-        result = "x"
-        for segment in places:
-            if not isinstance(segment, list):
-                segments.append(Foreign(_foreign_label(segment)))
-                x = _foreign_type(segment, x)
-                result = f"the result of {_foreign_label(segment)}"
-                continue
-            _check_input(f"{name}.plan", result, x)
-            types = _types(segment, x)
-            params: dict[str, dict[str, TensorType]] = {}
-            for place, x_type in zip(segment, types, strict=True):
-                specs = {s.name: TensorType(s.shape, self.param_dtype) for s in place.op.params(x_type)}
-                params.setdefault(place.scope, {}).update(specs)
-            dtype = self._compute_dtype(x, params)
-            run = self._make_run(segment, x, dtype)
-            count = sum(place.op.num_extra_inputs for place in segment)
-            taken, extras = extras[:count], extras[count:]
-            avals = {
-                "params": params,
-                "state": jax.eval_shape(lambda run=run: self._init_state(run)),
-                "keys": (None,) * len(segment),
-                "x": TensorType(x.shape, dtype),
-                "extras": tuple(TensorType(e.shape, dtype) for e in taken),
-            }
-            segments.append((run, avals))
-            x = run.links[-1].y_type
+        ok = len(shapes_or_arrays) > 0
+        check_value(ok, f"{name}.plan", "x", "an array or a ShapeDtypeStruct", "nothing")
+        segments, _ = self._segments(f"{name}.plan", *shapes_or_arrays)
         first = shapes_or_arrays[0]
-        title = f"{type(self).__name__}, recipe {describe(self.recipe)}, input {first.dtype}{list(first.shape)}"
-        return make_plan(title, segments, train=train, platform=platform)
+        title = f"{name}, recipe {describe(self.recipe)}, input {first.dtype}{list(first.shape)}"
+        return planning.make_plan(title, segments, train=train, platform=platform)
+
+    @nn.nowrap
+    def _segments(self, name: str, x: Any, *extras: Any) -> tuple[list[planning.Segment], list[TensorType]]:
+        """What a plan needs of every part for such inputs; and the types of the result and the extra outputs."""
+        chain = self._read_chain(name, x, extras)
+        x = TensorType(x.shape, x.dtype)
+        values = {Value(CALL, i): TensorType(extra.shape, extra.dtype) for i, extra in enumerate(extras)}
+        segments: list[planning.Segment] = []
+        source = "x"
+        for part in chain.parts:
+            given = tuple(values[value] for value in part.entering)
+            if isinstance(part, ForeignPart):
+                segment, (x, *made) = _foreign_segment(part.foreign, x, given)
+            else:
+                types.check_input(name, types.result_of(source), x)
+                segment, (x, *made) = self._run_segment(chain, part, x, given, source)
+            segments.append(segment)
+            values |= zip(part.leaving, made, strict=True)
+            source = part.label
+        return segments, [x, *(values[value] for value in chain.outputs)]
+
+    @nn.nowrap
+    def _run_segment(
+        self, chain: Chain, part: RunPart, x: TensorType, extras: tuple[TensorType, ...], source: str
+    ) -> tuple[planning.Segment, list[TensorType]]:
+        specs = types.params_of(part.places, types.input_types(part.places, x, source))
+        params = {
+            scope: {name: TensorType(spec.shape, self.param_dtype) for name, spec in named.items()}
+            for scope, named in specs.items()
+        }
+        x = TensorType(x.shape, self._compute_dtype(x, params))
+        run, extra_types = self._make_run(chain, part, x, extras, source)
+        avals = {
+            "params": params,
+            "state": jax.eval_shape(lambda: self._init_state(run)),
+            "keys": (None,) * len(part.places),
+            "x": x,
+            "extras": extra_types,
+        }
+        made = [
+            run.links[link].op.extra_output_types(run.links[link].x_type)[number] for link, number in run.wiring.leaving
+        ]
+        return (run, avals), [run.links[-1].y_type, *made]
+
+    @nn.nowrap
+    def _read_chain(self, name: str, x: Any, extras: Sequence[Any]) -> Chain:
+        """The chain, after checking all that can be seen of attributes and arguments."""
+        self._check_attributes()
+        types.check_input(name, "x", x)
+        for i, extra in enumerate(extras):
+            types.check_array(name, f"extra input {i}", extra)
+        chain = read_chain(self.chain(), _extras_of)
+        chain.check_count(name, extras)
+        return chain
 
     @nn.nowrap
     def _check_attributes(self) -> None:
-        name, dtypes = type(self).__name__, ", ".join(jnp.dtype(d).name for d in DTYPES)
+        name, dtypes = type(self).__name__, ", ".join(jnp.dtype(d).name for d in types.DTYPES)
         ok = self.recipe is None or isinstance(self.recipe, Recipe)
         check_type(ok, name, "recipe", "None or a recipe object, such as DelayedScaling()", repr(self.recipe))
-        check_type(self.dtype is None or _is_dtype(self.dtype), name, "dtype", f"None, {dtypes}", repr(self.dtype))
-        check_type(_is_dtype(self.param_dtype), name, "param_dtype", dtypes, repr(self.param_dtype))
+        check_type(self.dtype is None or types.is_dtype(self.dtype), name, "dtype", f"None, {dtypes}", repr(self.dtype))
+        check_type(types.is_dtype(self.param_dtype), name, "param_dtype", dtypes, repr(self.param_dtype))
         for argument, rules in (("forward_rules", self.forward_rules), ("backward_rules", self.backward_rules)):
             ok = isinstance(rules, Sequence) and all(isinstance(rule, Rule) for rule in rules)
             check_type(ok, name, argument, "a tuple of fusion rules", repr(rules))
 
     @nn.nowrap
-    def _make_run(self, places: list[_Place], x: Array | TensorType, dtype: Any) -> Run:
+    def _make_run(
+        self, chain: Chain, part: RunPart, x: TensorType, extras: Sequence[Any], source: str
+    ) -> tuple[Run, tuple[TensorType, ...]]:
+        """The run for such an input, and the types that its extra arguments are to have."""
+        x_types = types.input_types(part.places, x, source)
+        extra_types = types.check_extras(type(self).__name__, chain, part, x_types, extras)
         links = []
-        for place, x_type in zip(places, _types(places, TensorType(x.shape, dtype)), strict=True):
+        for place, x_type in zip(part.places, x_types, strict=True):
             why = why_unquantized(place.op, x_type, self.recipe) if isinstance(place.op, BasicLinear) else None
-            info = LinkInfo(place.op, place.index, place.scope, x_type, self.recipe, why)
+            info = LinkInfo(place.op, place.path, place.scope, x_type, self.recipe, why)
             if self.recipe is not None and self.recipe.strict:
                 check_value(why is None, info.label, "recipe", "a linear that can be quantized (strict=True)", why)
             links.append(info)
-        return Run(tuple(links), self.recipe, tuple(self.forward_rules), tuple(self.backward_rules))
+        rules = (tuple(self.forward_rules), tuple(self.backward_rules))
+        return Run(tuple(links), self.recipe, *rules, part.wiring), extra_types
 
     @nn.nowrap
-    def _run_params(self, places: list[_Place], x: Array, scopes: dict) -> tuple[dict[str, dict[str, Array]], Any]:
+    def _run_params(
+        self, part: RunPart, x: Array, source: str, scopes: dict[str, dict[str, Array]]
+    ) -> tuple[dict[str, dict[str, Array]], Any]:
         """The parameters of a run, by scope, and the dtype it computes in."""
-        wanted: dict[str, dict[str, ParamSpec]] = {}
-        for place, x_type in zip(places, _types(places, TensorType(x.shape, x.dtype)), strict=True):
-            for spec in place.op.params(x_type):
-                first = wanted.setdefault(place.scope, {}).setdefault(spec.name, spec)
-                _check_shared(place.scope, spec.name, first.shape, spec.shape)
+        x_types = types.input_types(part.places, TensorType(x.shape, x.dtype), source)
+        wanted = types.params_of(part.places, x_types)
         for scope, specs in wanted.items():
             if scope not in scopes:
                 scopes[scope] = self._make_params(scope, tuple(specs.values()))
-            for name, spec in specs.items():
-                _check_shared(scope, name, scopes[scope][name].shape, spec.shape)
+        for place, x_type in zip(part.places, x_types, strict=True):
+            for spec in place.op.params(x_type):
+                shape = scopes[place.scope][spec.name].shape
+                types.check_shared(place, spec, shape, "from its first place in the chain or its initialiser")
         params = {scope: scopes[scope] for scope in wanted}
         return params, self._compute_dtype(x, params)
 
@@ -219,12 +256,12 @@ class ChainModule(nn.Module, kw_only=True):
         return fp8_state.init(len(run.quantizers), self.recipe)
 
     @nn.nowrap
-    def _fp8_state(self, run: Run, index: int) -> dict[str, Array]:
+    def _fp8_state(self, run: Run, part_name: str) -> dict[str, Array]:
         """The FP8 state of a run, stacked over its quantizers; {} where the recipe keeps none."""
         shapes = jax.eval_shape(lambda: self._init_state(run))
         if not shapes:
             return {}
-        name = f"fp8_{index}"
+        name = f"fp8_{part_name}"
         can_make = self.is_initializing() and self.is_mutable_collection(fp8_state.COLLECTION)
         check_value(
             can_make or self.has_variable(fp8_state.COLLECTION, name),
@@ -241,11 +278,11 @@ class ChainModule(nn.Module, kw_only=True):
         return dict(state)
 
     @nn.nowrap
-    def _quantized_kernels(self, run: Run, index: int, params: Any, state: Any) -> Kernels:
+    def _quantized_kernels(self, run: Run, part: RunPart, params: Any, state: Any) -> Kernels:
         """The kernels that were quantized before this call, by link; inside of ``making_kernels`` made and stored."""
         none = (None,) * len(run.links)
-        names = {i: f"linear_{info.index}" for i, info in enumerate(run.links) if info.quantized}
-        name, where = f"fp8_{index}", "/".join((*self.path, type(self).__name__))
+        names = {i: "linear_" + "_".join(map(str, p.path)) for i, p in enumerate(part.places) if run.links[i].quantized}
+        name, where = f"fp8_{part.name}", "/".join((*self.path, type(self).__name__))
         making = _making_kernels.get()
         if making is not None:
             making.update({info.label: info.why_unquantized for info in run.links if info.why_unquantized is not None})
@@ -305,7 +342,7 @@ class Sequential(ChainModule):
     def __post_init__(self) -> None:
         ok = isinstance(self.ops, Iterable) and not isinstance(self.ops, str)
         check_type(ok, "Sequential", "ops", "a list of ops, Flax modules and functions", repr(self.ops))
-        self.ops = tuple(self.ops)  # hashable, and a generator is read once
+        self.ops = freeze(self.ops)  # hashable, and a generator is read once
         super().__post_init__()
 
     def chain(self) -> Sequence[Any]:
@@ -316,14 +353,6 @@ def _type_name(array: Any) -> str:
     return "none" if array is None else f"{array.dtype}{list(array.shape)}"
 
 
-def _check_input(name: str, argument: str, x: Any) -> None:
-    check_type(hasattr(x, "dtype") and hasattr(x, "shape"), name, argument, "an array", type(x).__name__)
-    dtypes = ", ".join(jnp.dtype(d).name for d in DTYPES)
-    check_type(x.dtype in DTYPES, name, argument, f"dtype {dtypes}", x.dtype)
-    check_value(x.ndim >= 1, name, argument, "at least one dimension", f"shape {x.shape}")
-    check_value(not compat.in_host_memory(x), name, argument, "an array in device memory", "one in host memory")
-
-
 def _check_on_device(name: str, variables: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
         argument = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -331,86 +360,38 @@ def _check_on_device(name: str, variables: Any) -> None:
         check_value(not compat.in_host_memory(leaf), name, argument, "an array in device memory", got)
 
 
-def _is_dtype(dtype: Any) -> bool:
+def _extras_of(item: Any) -> tuple[int, int]:
+    """How many extra inputs and outputs something in a chain that is not an op has: those of a chain in it."""
+    if not isinstance(item, ChainModule):
+        return 0, 0
+    inner = read_chain(item.chain(), _extras_of)
+    return len(inner.takers), len(inner.outputs)
+
+
+def _call_foreign(
+    foreign: Foreign, x: Array, extras: tuple[Array, ...], source: str, deterministic: bool
+) -> tuple[Array, tuple[Array, ...]]:
+    """The result of what stands between runs, and its extra outputs."""
+    options = {"deterministic": False} if isinstance(foreign.item, ChainModule) and not deterministic else {}
     try:
-        return jnp.dtype(dtype) in DTYPES
-    except TypeError:
-        return False
+        result = foreign.item(x, *extras, **options)
+    except Exception as error:
+        error.add_note(f"in {foreign.label}, whose input {x.dtype}{list(x.shape)} is {types.result_of(source)}")
+        raise
+    if foreign.num_extra_outputs:
+        y, *made = result
+        return y, tuple(made)
+    return result, ()
 
 
-def _segments(chain: Sequence[Any]) -> list[Any]:
-    """Maximal runs of basic ops, as lists of places, and the modules and functions between them.
-
-    Raises:
-      TypeError: something that is none of these.
-      ValueError: two ops want the same scope, or one that can't be stored.
-    """
-    segments: list[Any] = []
-    scopes: dict[int, str] = {}
-    owners: dict[str, tuple[int, Any]] = {}  # scope -> who has it
-    for index, item in enumerate(chain):
-        is_op, scope = isinstance(item, Op), ""
-        ok = is_op or (callable(item) and not isinstance(item, type))
-        check_type(ok, "Sequential", f"ops[{index}]", "an op, a Flax module or a function", repr(item))
-        if is_op or isinstance(item, nn.Module):
-            scope = scopes.setdefault(id(item), f"ops_{index}" if item.name is None else item.name)
-            _check_scope(index, item, scope)
-            first, owner = owners.setdefault(scope, (index, item))
-            check_value(
-                owner is item,
-                "Sequential",
-                f"ops[{index}] ({type(item).__name__})",
-                "a name of its own (to share parameters, list the same object twice)",
-                f"{scope!r}, which ops[{first}] ({type(owner).__name__}) has",
-            )
-        if not is_op:
-            segments.append(item)
-            continue
-        _check_is_data(index, item)
-        if not segments or not isinstance(segments[-1], list):
-            segments.append([])
-        segments[-1] += [_Place(op, index, scope) for op in item.expand()]
-    return segments
-
-
-def _check_scope(index: int, item: Any, scope: Any) -> None:
-    """A scope is a name in the checkpoint too, which joins names with "." and "/"; fp8_<i> is the state's."""
-    ok = isinstance(scope, str) and not any(c in scope for c in "./") and re.fullmatch(r"fp8_\d+", scope) is None
-    expected = "None or a string without '.' and '/' that isn't fp8_<number>"
-    check_value(ok, "Sequential", f"name of ops[{index}] ({type(item).__name__})", expected, repr(scope))
-
-
-def _check_is_data(index: int, op: Op) -> None:
-    """Plans and programs are cached on an op's fields: what is no field would be another op's behaviour."""
-    argument = f"ops[{index}] ({type(op).__name__})"
-    hidden = sorted(set(vars(op)) - {field.name for field in dataclasses.fields(op)})
-    check_type(not hidden, "Sequential", argument, "a @dataclasses.dataclass(frozen=True), all of it in fields", hidden)
-    try:
-        hash(op)
-    except TypeError as error:
-        raise TypeError(message("Sequential", argument, "hashable fields (a tuple instead of a list)", error)) from None
-
-
-def _check_shared(scope: str, name: str, first: tuple[int, ...], here: tuple[int, ...]) -> None:
-    got = f"{first}, from its first place in the chain or its initialiser"
-    check_value(first == here, "Sequential", f"{scope}/{name}".lstrip("/"), f"shape {here}", got)
-
-
-def _types(places: list[_Place], x: TensorType) -> list[TensorType]:
-    """The input type of every op of a run."""
-    types = []
-    for place in places:
-        types.append(x)
-        x = place.op.out_type(x)
-        check_value(len(x.shape) >= 1, str(place.op), "result", "at least one dimension", f"shape {x.shape}")
-    return types
-
-
-def _foreign_label(item: Any) -> str:
-    return type(item).__name__ if isinstance(item, nn.Module) else getattr(item, "__name__", "function")
-
-
-def _foreign_type(item: Any, x: TensorType) -> TensorType:
+def _foreign_segment(
+    foreign: Foreign, x: TensorType, extras: tuple[TensorType, ...]
+) -> tuple[planning.Segment, list[TensorType]]:
+    item = foreign.item
+    if isinstance(item, ChainModule):
+        segments, made = item._segments(f"{type(item).__name__}.plan", x, *extras)
+        return planning.Nested(foreign.scope, segments), made
+    fn = item
     if isinstance(item, nn.Module):
-        return jax.eval_shape(lambda key, x: item.init_with_output(key, x)[0], jax.random.key(0), x)
-    return jax.eval_shape(item, x)
+        fn = lambda x: item.init_with_output(jax.random.key(0), x)[0]  # noqa: E731
+    return planning.Foreign(foreign.name), [jax.eval_shape(fn, x)]

@@ -25,6 +25,7 @@ LAYERS = [
     ("te_jax.collective", "te_jax.remat"),
     ("te_jax.ops",),
     ("te_jax.fusion",),
+    ("te_jax.chain",),
     ("te_jax.sequential",),
     ("te_jax.flax", "te_jax.nnx", "te_jax.checkpoint", "te_jax.accumulate", "te_jax.doctor"),
     ("te_jax",),  # te_jax/__init__.py

@@ -287,9 +287,11 @@ def test_errors():
         linear.init(jax.random.key(0), jnp.zeros(()))
     with pytest.raises(ValueError, match=r"extra inputs: expected 0, got 1"):
         linear.init(jax.random.key(0), x, x)
-    with pytest.raises(ValueError, match=r"extra inputs: expected 1, got 0"):
+    with pytest.raises(ValueError, match=r"extra inputs: expected 1, for ops\[0\] \(AddExtraInput\), got 0"):
         te.Sequential([ops.AddExtraInput()]).init(jax.random.key(0), x)
-    with pytest.raises(ValueError, match=r"AddExtraInput: extra input: expected shape \(16, 32\), got \(16, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"extra input 0, for ops\[0\] \(AddExtraInput\): expected shape \(16, 32\), got \(16, 16\)"
+    ):
         te.Sequential([ops.AddExtraInput()]).init(jax.random.key(0), x, x[:, :16])
     with pytest.raises(ValueError, match=r"SwiGLU: x: expected an even last dimension"):
         te.Sequential([ops.SwiGLU()]).init(jax.random.key(0), x[:, :31])
@@ -301,7 +303,8 @@ def test_errors():
         te.Sequential([ops.Reshape((7, -1))]).init(jax.random.key(0), x)
     shared = ops.Linear(16)
     with pytest.raises(
-        ValueError, match=r"ops_0/kernel: expected shape \(16, 16\), got \(32, 16\), from its first place"
+        ValueError,
+        match=r"ops_0/kernel of ops\[1\] \(Linear\): expected shape \(16, 16\), got \(32, 16\), from its first place",
     ):
         te.Sequential([shared, shared]).init(jax.random.key(0), x)
 

@@ -6,70 +6,26 @@ transformation carries it, and nothing else does.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec
 
-from te_jax import compat, errors, primitives
-from te_jax.fusion.fuser import RunPlan, plan_run
-from te_jax.fusion.pattern import Rule, Step
-from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo, QuantizedKernel, Used
+from te_jax import compat, errors
+from te_jax.fusion import extras as extra_values
+from te_jax.fusion.cotangent import Like, is_like
+from te_jax.fusion.pattern import Step
+from te_jax.fusion.run import Run, Scales, read_scales, write_state
+from te_jax.ops.base import BackwardContext, ForwardContext, QuantizedKernel
 from te_jax.ops.linear import quantize_kernel
 from te_jax.parallel import mesh
-from te_jax.primitives.spec import ScaleReadSpec, ScaleWriteSpec
 from te_jax.quant.format import is_fp8
-from te_jax.recipe import DelayedScaling, Recipe
+from te_jax.recipe import BlockScaling
 
 Params = Mapping[str, Mapping[str, Array]]  # scope -> name -> array
-Scales = list[dict[str, Array]]  # link -> role -> f32[]
 Kernels = tuple[QuantizedKernel | None, ...]  # by link; None: this call quantizes it, or there is none
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A maximal run of ops, with everything that tracing knows of it. Hashable: the static argument of the VJP."""
-
-    links: tuple[LinkInfo, ...]
-    recipe: Recipe | None
-    forward_rules: tuple[Rule, ...]
-    backward_rules: tuple[Rule, ...]
-
-    @property
-    def plan(self) -> RunPlan:
-        return plan_run(self.links, self.forward_rules, self.backward_rules)
-
-    @property
-    def quantizes(self) -> bool:
-        """Whether any linear is quantized."""
-        return any(info.quantized for info in self.links)
-
-    @property
-    def quantizers(self) -> tuple[tuple[int, str], ...]:
-        """(link, role) of every row of the run's FP8 state. Unquantized linears have theirs, unused."""
-        return tuple((i, role) for i, info in enumerate(self.links) for role in info.op.roles)
-
-    @property
-    def stateful_recipe(self) -> DelayedScaling:
-        """The recipe of a run that has FP8 state; raises TypeError for one that keeps none."""
-        if not isinstance(self.recipe, DelayedScaling):
-            raise TypeError(errors.message("fusion.execute", "recipe", "DelayedScaling", type(self.recipe).__name__))
-        return self.recipe
-
-    @property
-    def scale_spec(self) -> ScaleReadSpec:
-        """How the scales of the run's quantizers come from its FP8 state."""
-        recipe = self.stateful_recipe
-        return ScaleReadSpec(
-            formats=" ".join(recipe.format(role).name for _, role in self.quantizers),
-            margin=recipe.margin,
-            most_recent=recipe.amax_compute_algo == "most_recent",
-        )
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)  # one program where it is called outside of one
@@ -82,7 +38,7 @@ def execute(
     x: Array,
     extras: tuple[Array, ...],
 ) -> tuple[Array, tuple[Array, ...]]:
-    """y and the extra outputs of a run, differentiable in params, state, x and extras, in any mesh regime.
+    """y and the extra outputs that leave a run, differentiable in params, state, x and extras, in any mesh regime.
 
     The gradient of a kernel that came quantized goes to the parameter all the same.
     """
@@ -103,21 +59,21 @@ def quantize_kernels(run: Run, params: Params, state: Mapping[str, Array]) -> Ke
 @compat.numpy_promotion()
 def _run(run: Run, params, state, kernels, keys, x, extras):
     y, contexts = _forward(run, params, read_scales(run, state), kernels, keys, x, extras, train=False)
-    return y, leaving(run, [ctx.extra_outputs for ctx in contexts])
+    return y, extra_values.leaving(run, contexts)
 
 
 @compat.numpy_promotion()
 def _run_fwd(run: Run, params, state, kernels, keys, x, extras):
     scales = read_scales(run, state)
     y, contexts = _forward(run, params, scales, kernels, keys, x, extras, train=True)
-    kinds = jax.tree.map(_Like.of, (x, extras))
+    kinds = jax.tree.map(Like.of, (x, extras))
     saved = jax.tree.map(_apart, [ctx.saved for ctx in contexts])
     used = [ctx.used for ctx in contexts]
     # A scan over layers stacks every residual, scalars too, so only the scales that are used yet are kept.
     left = [{role: s for role, s in scale.items() if role not in u} for scale, u in zip(scales, used, strict=True)]
     residuals = (params, state, left, keys, kinds, saved, used)
-    outputs = (y, leaving(run, [ctx.extra_outputs for ctx in contexts]))
-    if mesh.regime(x).explicit and run.quantizes:
+    outputs = (y, extra_values.leaving(run, contexts))
+    if isinstance(run.recipe, BlockScaling) and run.quantizes and mesh.regime(x).explicit:
         outputs = _as_without_backward(outputs, run, params, state, kernels, keys, x, extras)
     return outputs, residuals
 
@@ -128,8 +84,8 @@ def _as_without_backward(outputs: Any, run: Run, *operands: Any) -> Any:
     Block scaling splits fewer dimensions where it also writes operands for wgrad, whose blocks go along tokens.
     """
     kinds = []
-    jax.eval_shape(lambda *operands: kinds.append(jax.tree.map(_Like.of, _run(run, *operands))), *operands)
-    return jax.tree.map(lambda kind, out: kind.match(out), kinds[0], outputs, is_leaf=_is_kind)
+    jax.eval_shape(lambda *operands: kinds.append(jax.tree.map(Like.of, _run(run, *operands))), *operands)
+    return jax.tree.map(lambda kind, out: kind.match(out), kinds[0], outputs, is_leaf=is_like)
 
 
 def _apart(saved: Array) -> Array:
@@ -143,34 +99,37 @@ def _apart(saved: Array) -> Array:
 
 @compat.numpy_promotion()
 def _run_bwd(run: Run, residuals, cotangents):
-    params, state, scales, keys, kinds, saved, used = residuals
+    params, state, scales, keys, (x_kind, extra_kinds), saved, used = residuals
     dy, extra_output_grads = cotangents
     contexts = backward_contexts(run, params, keys, saved, extra_output_grads, scales)
     for step in run.plan.backward:
         dy = backward_step(run, step, contexts, dy)
-    extra_grads = leaving(run, [ctx.extra_input_grads for ctx in contexts])
-    dx, extra_grads = jax.tree.map(lambda kind, g: kind.match(g), kinds, (dy, extra_grads), is_leaf=_is_kind)
+    extra_grads = extra_values.entering_grads(run, contexts, extra_kinds)
     state_grad = write_state(run, state, [{**f, **ctx.used} for f, ctx in zip(used, contexts, strict=True)])
-    return _param_grads(params, contexts), state_grad, None, None, dx, extra_grads
+    return _param_grads(params, contexts), state_grad, None, None, x_kind.match(dy), extra_grads
 
 
 _run.defvjp(_run_fwd, _run_bwd)
 
 
 def forward_contexts(run: Run, params, kernels, keys, extras, scales, *, train: bool) -> list[ForwardContext]:
-    contexts, extras = [], list(extras)
-    for info, kernel, key, scale in zip(run.links, kernels, keys, scales, strict=True):
-        taken, extras = extras[: info.op.num_extra_inputs], extras[info.op.num_extra_inputs :]
-        contexts.append(ForwardContext(info, params.get(info.scope, {}), train, key, tuple(taken), scale, kernel))
-    return contexts
+    """A context for every link; extra inputs that are made inside of the run are not there yet."""
+    return [
+        ForwardContext(info, params.get(info.scope, {}), train, key, given, scale, kernel)
+        for info, kernel, key, given, scale in zip(
+            run.links, kernels, keys, extra_values.entering(run, extras), scales, strict=True
+        )
+    ]
 
 
 def backward_contexts(run: Run, params, keys, saved, extra_output_grads, scales) -> list[BackwardContext]:
-    contexts, grads = [], list(extra_output_grads)
-    for info, key, kept, scale in zip(run.links, keys, saved, scales, strict=True):
-        taken, grads = grads[: info.op.num_extra_outputs], grads[info.op.num_extra_outputs :]
-        contexts.append(BackwardContext(info, params.get(info.scope, {}), kept, key, tuple(taken), scale))
-    return contexts
+    """A context for every link; of extra outputs it has the cotangents that come from outside of the run."""
+    return [
+        BackwardContext(info, params.get(info.scope, {}), kept, key, grads, scale)
+        for info, key, kept, grads, scale in zip(
+            run.links, keys, saved, extra_values.leaving_grads(run, extra_output_grads), scales, strict=True
+        )
+    ]
 
 
 def _forward(run: Run, params, scales: Scales, kernels: Kernels, keys, x, extras, *, train: bool):
@@ -181,23 +140,15 @@ def _forward(run: Run, params, scales: Scales, kernels: Kernels, keys, x, extras
 
 
 def forward_step(run: Run, step: Step, contexts: list[ForwardContext], x: Any) -> Any:
-    """Runs a step, after handing on what residuals inside of the run have kept."""
-    for start, add in run.plan.residuals:
-        contexts[add].extra_inputs = contexts[start].extra_outputs
+    """Runs a step, with the extra inputs that links before it have made."""
+    extra_values.hand_on(run, step.links, contexts)
     return step(contexts, x)
 
 
 def backward_step(run: Run, step: Step, contexts: list[BackwardContext], dy: Any) -> Any:
-    """Runs a step, after handing back the cotangents of what residuals inside of the run have kept."""
-    for start, add in run.plan.residuals:
-        contexts[start].extra_output_grads = contexts[add].extra_input_grads
+    """Runs a step, with the cotangents of its extra outputs summed over those that took them."""
+    extra_values.hand_back(run, step.links, contexts)
     return step(contexts, dy)
-
-
-def leaving(run: Run, extras: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Of the extra values of every link those that leave the run."""
-    inside = {link for pair in run.plan.residuals for link in pair}
-    return tuple(value for link, values in enumerate(extras) if link not in inside for value in values)
 
 
 def _param_grads(params: Params, contexts: list[BackwardContext]) -> dict[str, dict[str, Array]]:
@@ -212,59 +163,6 @@ def _param_grads(params: Params, contexts: list[BackwardContext]) -> dict[str, d
             errors.check_value(grad.shape == spec.shape, ctx.info.label, argument, expected, grad.shape)
             scope[spec.name] = scope[spec.name] + grad if spec.name in scope else grad
     return {
-        scope: {name: _Like.of(param).match(grads[scope][name]) for name, param in names.items()}
+        scope: {name: Like.of(param).match(grads[scope][name]) for name, param in names.items()}
         for scope, names in params.items()
     }
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Like:
-    """What a cotangent's type takes from its primal: dtype, manual axes it varies over, Explicit sharding."""
-
-    dtype: Any
-    varying: frozenset[str]
-    spec: PartitionSpec | None
-
-    @classmethod
-    def of(cls, primal: Array) -> _Like:
-        spec = jax.typeof(primal).sharding.spec if mesh.regime(primal).explicit else None
-        return cls(primal.dtype, compat.varying_axes(primal), spec)
-
-    def match(self, grad: Array) -> Array:
-        """``grad`` in that type: a primal that is the same on several devices gets the sum of their gradients."""
-        summed = compat.varying_axes(grad) - self.varying
-        if summed:
-            grad = jax.lax.psum(grad, tuple(sorted(summed)))
-        grad = compat.pvary(grad.astype(self.dtype), self.varying)
-        if self.spec is None or jax.typeof(grad).sharding.spec == self.spec:
-            return grad
-        return compat.reshard(grad, self.spec)
-
-
-def _is_kind(node: Any) -> bool:
-    return isinstance(node, _Like)
-
-
-def read_scales(run: Run, state: Mapping[str, Array]) -> Scales:
-    """Per link: role -> f32[], the scale to quantize with. Empty without state (current scaling)."""
-    scales: Scales = [{} for _ in run.links]
-    if state and run.quantizes:
-        for (link, role), scale in zip(run.quantizers, primitives.scale_read(state, run.scale_spec), strict=True):
-            scales[link][role] = scale
-    return scales
-
-
-def write_state(run: Run, state: Mapping[str, Array], used: Sequence[Used]) -> Mapping[str, Array]:
-    """The state's cotangent: its next value; zero in the rows of quantizers that this call didn't use."""
-    if not state or not run.quantizes:
-        return jax.tree.map(lambda leaf: _Like.of(leaf).match(jnp.zeros(leaf.shape, leaf.dtype)), state)
-    rows = [used[link].get(role) for link, role in run.quantizers]
-    read = run.scale_spec
-    spec = ScaleWriteSpec(
-        formats=read.formats,
-        margin=read.margin,
-        most_recent=read.most_recent,
-        used="".join("0" if row is None else "1" for row in rows),
-    )
-    return primitives.scale_write(state, [amax for amax in rows if amax is not None], spec)

@@ -9,7 +9,6 @@ from typing import Any
 from te_jax.errors import check_type, check_value
 from te_jax.fusion.pattern import Rule, Step, windows
 from te_jax.ops.base import LinkInfo, TensorType
-from te_jax.ops.residual import AddResidual, StartResidual
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +62,12 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """The steps of one run of ops; ``backward`` in the order in which they run, last op first.
-
-    ``residuals``: (StartResidual, AddResidual) of every residual inside of the run.
-    """
+    """The steps of one run of ops; ``backward`` in the order in which they run, last op first."""
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     forward_refusals: tuple[Refusal, ...]
     backward_refusals: tuple[Refusal, ...]
-    residuals: tuple[tuple[int, int], ...]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,27 +75,7 @@ def plan_run(links: tuple[LinkInfo, ...], forward_rules: tuple[Rule, ...], backw
     """Walks the run from the front (forward) and from the back (backward); the first rule that applies wins."""
     forward, forward_refusals = _choose(links, forward_rules, backward=False)
     backward, backward_refusals = _choose(links, backward_rules, backward=True)
-    return RunPlan(forward, backward, forward_refusals, backward_refusals, _residuals(links))
-
-
-def _residuals(links: tuple[LinkInfo, ...]) -> tuple[tuple[int, int], ...]:
-    """Pairs every AddResidual with the StartResidual that it closes; raises ValueError where one has no other half."""
-    pairs: list[tuple[int, int]] = []
-    opened: list[int] = []
-    for i, info in enumerate(links):
-        if isinstance(info.op, StartResidual):
-            opened.append(i)
-        elif isinstance(info.op, AddResidual):
-            _check_pair(bool(opened), info, "a StartResidual before it")
-            pairs.append((opened.pop(), i))
-    for i in opened:
-        _check_pair(False, links[i], "an AddResidual after it")
-    return tuple(pairs)
-
-
-def _check_pair(ok: bool, info: LinkInfo, expected: str) -> None:
-    expected += ", with nothing but ops between them"
-    check_value(ok, "Sequential", f"ops[{info.index}] ({info.op})", expected, "none")
+    return RunPlan(forward, backward, forward_refusals, backward_refusals)
 
 
 def _choose(

@@ -15,17 +15,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import compat
-from te_jax.fusion.execute import (
-    Run,
-    backward_contexts,
-    backward_step,
-    forward_contexts,
-    forward_step,
-    leaving,
-    read_scales,
-    write_state,
-)
+from te_jax.fusion.execute import backward_contexts, backward_step, forward_contexts, forward_step
 from te_jax.fusion.pattern import Step
+from te_jax.fusion.run import Run, read_scales, write_state
 from te_jax.primitives import TARGETS, library, support
 from te_jax.recipe import Recipe
 
@@ -98,24 +90,43 @@ class Foreign:
     label: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Nested:
+    """A chain that is a Flax module of its own between two runs: its steps, under its scope."""
+
+    scope: str
+    segments: list[Segment]
+
+
+Segment = tuple[Run, dict] | Foreign | Nested
+
+
 @compat.numpy_promotion()
-def make_plan(
-    title: str, segments: list[tuple[Run, dict] | Foreign], *, train: bool, platform: str | None
-) -> FusionPlan:
+def make_plan(title: str, segments: list[Segment], *, train: bool, platform: str | None) -> FusionPlan:
     """The plan of a chain, from its runs (each with the avals of its arguments) and what stands between them."""
+    forward, backward = _steps(segments, train)
+    return FusionPlan(title, tuple(forward), tuple(backward), _platform_note(platform))
+
+
+def _steps(segments: list[Segment], train: bool) -> tuple[list[PlannedStep], list[PlannedStep]]:
     forward: list[PlannedStep] = []
     backward: list[PlannedStep] = []
     for segment in segments:
         if isinstance(segment, Foreign):
-            foreign = PlannedStep((segment.label,), "as it is; ends a run", (), False, ())
-            forward.append(foreign)
-            backward.insert(0, foreign) if train else None
-            continue
-        run, avals = segment
-        run_forward, run_backward = _trace_run(run, avals, train)
-        forward += run_forward
-        backward = run_backward + backward
-    return FusionPlan(title, tuple(forward), tuple(backward), _platform_note(platform))
+            does = "as it is; ends a run"
+            steps = ([PlannedStep((segment.label,), does, (), False, ())],) * 2
+        elif isinstance(segment, Nested):
+            steps = tuple([_inside(segment, step) for step in part] for part in _steps(segment.segments, train))
+        else:
+            steps = _trace_run(*segment, train)
+        forward += steps[0]
+        backward = steps[1] + backward
+    return forward, backward if train else []
+
+
+def _inside(nested: Nested, step: PlannedStep) -> PlannedStep:
+    """A step of a nested chain: its labels say of which."""
+    return dataclasses.replace(step, ops=tuple(f"{nested.scope}/{op}" for op in step.ops))
 
 
 def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[PlannedStep], list[PlannedStep]]:
@@ -145,6 +156,7 @@ def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[Plann
         forward.append(_planned(run, step, what, value, backward=False))
     if not train:
         return forward, []
+    leaving = tuple(outputs[link][number] for link, number in run.wiring.leaving)
     backward, grads = [], nothing  # of each link: the cotangents of its extra inputs
     for step in run.plan.backward:
 
@@ -156,7 +168,7 @@ def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[Plann
             value = backward_step(run, step, contexts, value)
             return value, [ctx.extra_input_grads for ctx in contexts], [ctx.param_grads for ctx in contexts]
 
-        what, (value, grads, _) = _trace(traced_backward, arrays, saved, leaving(run, outputs), grads, value)
+        what, (value, grads, _) = _trace(traced_backward, arrays, saved, leaving, grads, value)
         backward.append(_planned(run, step, what, value, backward=True))
     if has_state:
         scalar = jax.ShapeDtypeStruct((), jnp.float32)

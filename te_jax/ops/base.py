@@ -7,6 +7,7 @@ ops around it or of fusion: a fused step calls the same functions, or replaces t
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -19,6 +20,15 @@ from te_jax.errors import required
 from te_jax.recipe import Recipe
 
 TensorType = jax.ShapeDtypeStruct  # shape and dtype of a value between ops
+
+
+class Bracket(enum.Enum):
+    """The channel of residuals that open and close like brackets."""
+
+    RESIDUAL = "residual"
+
+
+Channel = str | Bracket | None  # how an extra value gets from op to op; None: by order, from and to the call
 Initializer = Callable[[Array, tuple[int, ...], Any], Array]
 Used = dict[str, Array]  # role -> f32[], the amax of the operand that was quantized
 QuantizedKernel = Mapping[str, Array]  # fields of a QuantizeOut: data, data_t, scale, scale_inv, amax, ...
@@ -64,6 +74,22 @@ class Op:
         """Shape and dtype of its result; raises ValueError where the input doesn't fit."""
         return x
 
+    def extra_input_types(self, x: TensorType) -> tuple[TensorType, ...]:
+        """Shape and dtype of its extra inputs. Floating-point ones are cast, others have to have that dtype."""
+        return (x,) * self.num_extra_inputs
+
+    def extra_output_types(self, x: TensorType) -> tuple[TensorType, ...]:
+        """Shape and dtype of its extra outputs."""
+        return (x,) * self.num_extra_outputs
+
+    def extra_input_channels(self) -> tuple[Channel, ...]:
+        """For each extra input the channel that it comes through; None: it is the next extra input of the call."""
+        return (None,) * self.num_extra_inputs
+
+    def extra_output_channels(self) -> tuple[Channel, ...]:
+        """For each extra output the channel that it goes into; None: it is the next extra output of the call."""
+        return (None,) * self.num_extra_outputs
+
     def needs_key(self, deterministic: bool) -> bool:
         """Whether it draws random numbers."""
         del deterministic
@@ -74,7 +100,7 @@ class Op:
         raise NotImplementedError
 
     def backward(self, ctx: BackwardContext, dy: Array) -> Array:
-        """The cotangent of x; puts those of parameters and extra inputs into ``ctx``."""
+        """The cotangent of x; puts those of parameters and extra inputs into ``ctx`` (None for one of integers)."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -86,7 +112,7 @@ class LinkInfo:
     """What is known of one op in its place in a chain before any value is."""
 
     op: Op
-    index: int  # place in the user's list
+    path: tuple[int, ...]  # place in the user's list: (3,), or (3, 0) in a list that is the list's element 3
     scope: str  # where its parameters are: the scope of the first place of the same object
     x_type: TensorType
     recipe: Recipe | None = None
@@ -139,7 +165,7 @@ class BackwardContext:
     scales: Mapping[str, Array] = dataclasses.field(default_factory=dict)
 
     param_grads: dict[str, Array] = dataclasses.field(default_factory=dict)
-    extra_input_grads: tuple[Array, ...] = ()
+    extra_input_grads: tuple[Array | None, ...] = ()
     used: Used = dataclasses.field(default_factory=dict)
 
 
