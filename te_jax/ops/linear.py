@@ -39,6 +39,7 @@ from te_jax.ops.bias import Bias
 from te_jax.ops.residual import add_cotangents, addable
 from te_jax.parallel import explicit, mesh
 from te_jax.primitives.spec import GemmSpec, QuantizeSpec
+from te_jax.quant.format import MAX_SCALE
 from te_jax.quant.tensor import QTensor
 from te_jax.recipe import BlockScaling, Recipe
 
@@ -138,11 +139,14 @@ def dbias_of(bias: Array | None) -> dict[str, Any]:
     return {} if bias is None else {"dbias": True, "dbias_dtype": jnp.dtype(bias.dtype).name}
 
 
-def as_qtensor(ctx: ForwardContext | BackwardContext, role: str, out: primitives.QuantizeOut, dtype: Any) -> QTensor:
-    """What a pass wrote for ``role``, with its amax entered in the state's books."""
+def as_qtensor(
+    ctx: ForwardContext | BackwardContext, role: str, out: primitives.QuantizeOut, dtype: Any, alpha: float = 1.0
+) -> QTensor:
+    """What a pass wrote for ``role``, with its amax entered in the state's books: that of alpha times the tensor."""
     recipe = ctx.info.quantizing_recipe
     if out.amax is not None:
-        ctx.used[role] = out.amax
+        # Rounding keeps the order, so this is the amax of the rounded products.
+        ctx.used[role] = out.amax if alpha == 1.0 else (out.amax * abs(alpha)).astype(dtype).astype(jnp.float32)
     return QTensor(
         data=out.data,
         data_t=out.data_t,
@@ -154,26 +158,47 @@ def as_qtensor(ctx: ForwardContext | BackwardContext, role: str, out: primitives
     )
 
 
-def scale_of(ctx: ForwardContext | BackwardContext, role: str) -> Array | None:
-    """f32[]: the scale to quantize with; 0 (derive it from this tensor) without history; None if blocks have theirs."""
+def scale_of(ctx: ForwardContext | BackwardContext, role: str, alpha: float = 1.0) -> Array | None:
+    """f32[]: the scale to quantize with; 0 (derive it from this tensor) without history; None if blocks have theirs.
+
+    The state's scale is that of alpha times the tensor: the tensor itself may be quantized with abs(alpha) times it.
+    """
     if isinstance(ctx.info.recipe, BlockScaling):
         return None
-    return ctx.scales.get(role, jnp.zeros((), jnp.float32))
+    scale = ctx.scales.get(role)
+    if scale is None:
+        return jnp.zeros((), jnp.float32)
+    return scale if alpha == 1.0 else jnp.minimum(scale * abs(alpha), MAX_SCALE)
 
 
 def quantize_operand(
-    ctx: ForwardContext | BackwardContext, role: str, x: Array, *, train: bool = True, bias: Array | None = None
+    ctx: ForwardContext | BackwardContext,
+    role: str,
+    x: Array,
+    *,
+    train: bool = True,
+    bias: Array | None = None,
+    alpha: float = 1.0,
 ) -> tuple[QTensor, Array | None]:
-    """Quantizes one operand by itself; given a ``bias`` also its gradient, the sum over the leading dimensions."""
-    out = _quantize(ctx, role, x, train=train, bias=bias)
-    return as_qtensor(ctx, role, out, x.dtype), out.dbias
+    """Quantizes one operand by itself; given a ``bias`` also its gradient, the sum over the leading dimensions.
+
+    ``alpha``: the operand is alpha x, and the GEMMs that take x multiply by it.
+    """
+    out = _quantize(ctx, role, x, train=train, bias=bias, alpha=alpha)
+    return as_qtensor(ctx, role, out, x.dtype, alpha), out.dbias
 
 
 def _quantize(
-    ctx: ForwardContext | BackwardContext, role: str, x: Array, *, train: bool, bias: Array | None = None
+    ctx: ForwardContext | BackwardContext,
+    role: str,
+    x: Array,
+    *,
+    train: bool,
+    bias: Array | None = None,
+    alpha: float = 1.0,
 ) -> primitives.QuantizeOut:
     spec = QuantizeSpec(**dbias_of(bias), **quantizing(ctx.info, role, train=train))
-    scale = scale_of(ctx, role)
+    scale = scale_of(ctx, role, alpha)
     return primitives.quantize(x, scale, spec, amax_axes=mesh.amax_axes(x, scale, ctx.info.recipe))
 
 
@@ -183,13 +208,16 @@ def quantize_kernel(ctx: ForwardContext) -> QuantizedKernel:
     return {name: value for name, value in out._asdict().items() if value is not None}
 
 
-def forward(ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, c: Array | None = None) -> Array:
-    """y [*lead, N] = x w (+ bias [N]) (+ c [*lead, N]); x may come quantized from its producer."""
+def forward(
+    ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, c: Array | None = None, alpha: float = 1.0
+) -> Array:
+    """y [*lead, N] = alpha x w (+ bias [N]) (+ c [*lead, N]), rounded once; x may come quantized from its producer."""
     info, kernel = ctx.info, ctx.params["kernel"]
     if not info.quantized:
         assert not isinstance(x, QTensor)
         assert bias is None
         assert c is None
+        assert alpha == 1.0
         return _high_precision_forward(ctx, x)
     dtype, recipe = info.x_type.dtype, info.quantizing_recipe
     x_q = x if isinstance(x, QTensor) else quantize_operand(ctx, "x", x, train=ctx.train)[0]
@@ -198,6 +226,7 @@ def forward(ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, 
     spec = GemmSpec(
         out_dtype=gemm_dtype(dtype),
         bias=bias is not None,
+        alpha=alpha,
         beta=0.0 if c is None else 1.0,
         fast_accumulation=recipe.fast_accumulation("fprop"),
         lhs_scaling=scaling(recipe, "x"),
@@ -216,21 +245,27 @@ def forward(ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, 
     return _constrained(info, y.astype(dtype))
 
 
-def backward(ctx: BackwardContext, dy: Array | QTensor, c: Array | None = None) -> Array:
-    """dx [*lead, K] (+ c); dw [K, N] goes to ``ctx.param_grads``. dy may come quantized from its producer."""
+def backward(ctx: BackwardContext, dy: Array | QTensor, c: Array | None = None, alpha: float = 1.0) -> Array:
+    """dx [*lead, K] (+ c) of y's cotangent alpha dy; dw [K, N] goes to ``ctx.param_grads``.
+
+    dy may come quantized from its producer. Otherwise it is quantized here with the scale that alpha dy has, times
+    alpha: the same FP8 numbers, but for the rounding of alpha dy, and the same state.
+    """
     info, kernel = ctx.info, ctx.params["kernel"]
     if not info.quantized:
         assert not isinstance(dy, QTensor)
         assert c is None
+        assert alpha == 1.0
         return _high_precision_backward(ctx, dy)
     dtype, recipe = info.x_type.dtype, info.quantizing_recipe
     x_t, x_scale_inv, kernel_data, kernel_scale_inv = ctx.saved
-    dy_q = dy if isinstance(dy, QTensor) else quantize_operand(ctx, "dy", dy)[0]
+    dy_q = dy if isinstance(dy, QTensor) else quantize_operand(ctx, "dy", dy, alpha=alpha)[0]
     dy_data, dy_t = required(dy_q.data, "linear", "dy.data"), required(dy_q.data_t, "linear", "dy.data_t")
     scales = {"lhs_scale_inv": dy_q.scale_inv, "rhs_scale_inv": kernel_scale_inv}
     in_gemm = c is not None and addable(c, dy_data, kernel_data, *scales.values())
     dgrad = GemmSpec(
         out_dtype=gemm_dtype(dtype),
+        alpha=alpha,
         beta=1.0 if in_gemm else 0.0,
         fast_accumulation=recipe.fast_accumulation("dgrad"),
         lhs_scaling=scaling(recipe, "dy"),
@@ -240,6 +275,7 @@ def backward(ctx: BackwardContext, dy: Array | QTensor, c: Array | None = None) 
     wgrad = GemmSpec(
         contract_dims=len(info.x_type.shape) - 1,
         out_dtype=gemm_dtype(kernel.dtype),
+        alpha=alpha,
         fast_accumulation=recipe.fast_accumulation("wgrad"),
         lhs_scaling=scaling(recipe, "x"),
         rhs_scaling=scaling(recipe, "dy"),
@@ -250,11 +286,13 @@ def backward(ctx: BackwardContext, dy: Array | QTensor, c: Array | None = None) 
     return dx if c is None or in_gemm else add_cotangents(dx, c)
 
 
-def backward_with_bias(ctx: BackwardContext, bias_ctx: BackwardContext, dy: Array, c: Array | None = None) -> Array:
-    """As ``backward``; the bias gradient is a by-product of quantizing dy, so dy is read once."""
-    dy_q, dbias = quantize_operand(ctx, "dy", dy, bias=bias_ctx.params["bias"])
+def backward_with_bias(
+    ctx: BackwardContext, bias_ctx: BackwardContext, dy: Array, c: Array | None = None, alpha: float = 1.0
+) -> Array:
+    """As ``backward`` of alpha x w + bias; the bias gradient is a by-product of quantizing dy, which is read once."""
+    dy_q, dbias = quantize_operand(ctx, "dy", dy, bias=bias_ctx.params["bias"], alpha=alpha)
     bias_ctx.param_grads["bias"] = required(dbias, "linear", "dbias")
-    return backward(ctx, dy_q, c)
+    return backward(ctx, dy_q, c, alpha)
 
 
 def gemm_dtype(dtype: Any) -> str:

@@ -33,3 +33,21 @@ def test_readme(capsys, tmp_path, monkeypatch):
 def test_adding_an_op(capsys):
     run("docs/adding_an_op.md")
     assert "snake+quantize" in capsys.readouterr().out
+
+
+def test_an_op_and_a_rule_from_outside_are_under_60_lines():
+    page = [text for language, _, text in blocks("docs/adding_an_op.md") if language == "python"]
+    code = [text for text in page if "class Snake" in text]  # the op, in a chain; the rule, in a chain
+    assert len(code) == 2
+    assert sum(len([line for line in text.splitlines() if line.strip()]) for text in code) < 60
+    imported = set(re.findall(r"^(?:from te_jax[\w.]* )?import .*$", "\n".join(code), re.M))
+    public = {"import te_jax as te", "from te_jax import ops", "from te_jax import fusion"}
+    assert {line for line in imported if "te_jax" in line} == public
+
+
+def test_chains(capsys):
+    run("docs/chains.md")
+    printed = capsys.readouterr().out
+    assert "ops_2/Linear(ops_1) + Bias(ops_1): Bias" not in printed
+    assert "ops_2/Linear(ops_1): Linear" in printed
+    assert "StartResidual(ops_0_0) + RMSNorm(ops_0_1): d-norm+add" in printed

@@ -2,9 +2,9 @@
 
 from te_jax.fusion.pattern import Rule
 from te_jax.fusion.rules.activation_grad import ACTIVATION_GRAD_QUANTIZE
-from te_jax.fusion.rules.linear import BACKWARD_ADD_LINEAR_BIAS, FORWARD_LINEAR_BIAS_ADD
+from te_jax.fusion.rules.linear import BACKWARD_LINEAR, FORWARD_LINEAR
 from te_jax.fusion.rules.norm_grad import NORM_GRAD_ADD
 from te_jax.fusion.rules.producer import PRODUCER_QUANTIZE
 
-FORWARD_RULES: tuple[Rule, ...] = (FORWARD_LINEAR_BIAS_ADD, PRODUCER_QUANTIZE)
-BACKWARD_RULES: tuple[Rule, ...] = (ACTIVATION_GRAD_QUANTIZE, BACKWARD_ADD_LINEAR_BIAS, NORM_GRAD_ADD)
+FORWARD_RULES: tuple[Rule, ...] = (FORWARD_LINEAR, PRODUCER_QUANTIZE)
+BACKWARD_RULES: tuple[Rule, ...] = (ACTIVATION_GRAD_QUANTIZE, BACKWARD_LINEAR, NORM_GRAD_ADD)

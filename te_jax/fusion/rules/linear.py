@@ -1,13 +1,18 @@
-"""Linear with what follows it: bias and residual in the GEMM's epilogue; bias gradient as a by-product.
+"""Linear with what follows it: scale, bias and residual in the GEMM's epilogue; bias gradient as a by-product.
 
-Forward   [BasicLinear, Bias?, AddExtraInput?]   y = x w + bias + extra in one GEMM, rounded once
-Backward  [MakeExtraOutput?, BasicLinear, Bias?] dbias from the pass that quantizes dy; the extra output's gradient is
-                                                 added in dgrad's GEMM, rounded once
+Forward   [BasicLinear, ConstantScale?, Bias?, AddExtraInput?]
+          y = scale x w + bias + extra in one GEMM, rounded once
+Backward  [MakeExtraOutput?, BasicLinear, ConstantScale?, Bias?]
+          dbias is from the pass that quantizes dy, unscaled; the scale multiplies in dgrad and wgrad; the gradient of
+          the extra output is added in dgrad's GEMM, rounded once
+
+An activation behind them runs as its own step, which writes the next linear's FP8 input (docs/design/0002).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +22,10 @@ from te_jax.ops import linear
 from te_jax.ops.base import LinkInfo
 from te_jax.ops.bias import Bias
 from te_jax.ops.linear import BasicLinear
+from te_jax.ops.misc import ConstantScale
 from te_jax.ops.residual import AddExtraInput, MakeExtraOutput
+
+MIN_ALPHA, MAX_ALPHA = 2.0**-64, 2.0**64  # so that neither a scale nor a product with one leaves float32
 
 
 def why_no_fp8_gemm(info: LinkInfo) -> str | None:
@@ -25,33 +33,46 @@ def why_no_fp8_gemm(info: LinkInfo) -> str | None:
     return None if info.quantized else info.why_unquantized
 
 
+def _alpha(contexts: list[Any], scale: int | None) -> float:
+    return 1.0 if scale is None else float(contexts[scale].info.op.scale)
+
+
+def _why_no_alpha(info: LinkInfo | None) -> str | None:
+    """Why a scale can't be a GEMM's alpha; None if it can or if there is none."""
+    if info is None or MIN_ALPHA <= abs(info.op.scale) <= MAX_ALPHA:
+        return None
+    return f"a GEMM isn't multiplied by {info.op.scale}"
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardLinear:
     """The forward step: one GEMM with the epilogue that its links ask for."""
 
     linear: int
+    scale: int | None
     bias: int | None
     add: int | None
 
     @property
     def links(self) -> tuple[int, ...]:
-        return tuple(i for i in (self.linear, self.bias, self.add) if i is not None)
+        return tuple(i for i in (self.linear, self.scale, self.bias, self.add) if i is not None)
 
     @property
     def name(self) -> str:
-        return "linear" + ("+bias" if self.bias is not None else "") + ("+add" if self.add is not None else "")
+        parts = {"+scale": self.scale, "+bias": self.bias, "+add": self.add}
+        return "linear" + "".join(part for part, link in parts.items() if link is not None)
 
     def __call__(self, contexts: list[Any], x: Any) -> Any:
         bias = None if self.bias is None else contexts[self.bias].params["bias"]
         extra = None if self.add is None else contexts[self.add].extra_inputs[0]
-        return linear.forward(contexts[self.linear], x, bias, extra)
+        return linear.forward(contexts[self.linear], x, bias, extra, _alpha(contexts, self.scale))
 
 
 def _forward_condition(window: Window) -> str | None:
-    info, bias, add = window.info(0), window.optional_info(1), window.optional_info(2)
-    if bias is None and add is None:
+    info, scale, bias, add = window.info(0), *(window.optional_info(slot) for slot in (1, 2, 3))
+    if scale is None and bias is None and add is None:
         return "nothing to fuse"
-    if (reason := why_no_fp8_gemm(info)) is not None:
+    if (reason := why_no_fp8_gemm(info) or _why_no_alpha(scale)) is not None:
         return reason
     if bias is not None and info.x_type.dtype != jnp.bfloat16:
         return f"cuBLASLt's FP8 GEMM adds a bfloat16 bias only, the chain computes in {info.x_type.dtype}"
@@ -63,12 +84,17 @@ def _forward_condition(window: Window) -> str | None:
 
 
 def _forward_step(window: Window) -> ForwardLinear:
-    return ForwardLinear(window.link(0), window.picks[1], window.picks[2])
+    return ForwardLinear(window.link(0), *window.picks[1:])
 
 
-FORWARD_LINEAR_BIAS_ADD = Rule(
-    name="linear+bias+add",
-    pattern=(slot(BasicLinear), slot(Bias, optional=True), slot(AddExtraInput, optional=True)),
+FORWARD_LINEAR = Rule(
+    name="linear+scale+bias+add",
+    pattern=(
+        slot(BasicLinear),
+        slot(ConstantScale, optional=True),
+        slot(Bias, optional=True),
+        slot(AddExtraInput, optional=True),
+    ),
     condition=_forward_condition,
     step=_forward_step,
 )
@@ -80,29 +106,33 @@ class BackwardLinear:
 
     output: int | None
     linear: int
+    scale: int | None
     bias: int | None
 
     @property
     def links(self) -> tuple[int, ...]:
-        return tuple(i for i in (self.output, self.linear, self.bias) if i is not None)
+        return tuple(i for i in (self.output, self.linear, self.scale, self.bias) if i is not None)
 
     @property
     def name(self) -> str:
         quantize = "dbias+quantize+" if self.bias is not None else ""
-        return f"{quantize}dgrad{'+add' if self.output is not None else ''}+wgrad"
+        add, scaled = ("+add" if self.output is not None else ""), ("scaled " if self.scale is not None else "")
+        return f"{quantize}{scaled}dgrad{add}+wgrad"
 
     def __call__(self, contexts: list[Any], dy: Any) -> Any:
         extra_grad = None if self.output is None else contexts[self.output].extra_output_grads[0]
+        alpha = _alpha(contexts, self.scale)
         if self.bias is None:
-            return linear.backward(contexts[self.linear], dy, extra_grad)
-        return linear.backward_with_bias(contexts[self.linear], contexts[self.bias], dy, extra_grad)
+            return linear.backward(contexts[self.linear], dy, extra_grad, alpha)
+        return linear.backward_with_bias(contexts[self.linear], contexts[self.bias], dy, extra_grad, alpha)
 
 
 def _backward_condition(window: Window) -> str | None:
-    output, info, bias = window.optional_info(0), window.info(1), window.optional_info(2)
-    if output is None and bias is None:
+    info = window.info(1)
+    output, scale, bias = (window.optional_info(slot) for slot in (0, 2, 3))
+    if output is None and scale is None and bias is None:
         return "nothing to fuse"
-    if (reason := why_no_fp8_gemm(info)) is not None:
+    if (reason := why_no_fp8_gemm(info) or _why_no_alpha(scale) or _why_another_grid(info, scale)) is not None:
         return reason
     if output is not None and info.x_type.dtype == jnp.float16:
         return "the GEMM writes float32 for a float16 chain"
@@ -111,13 +141,25 @@ def _backward_condition(window: Window) -> str | None:
     return None
 
 
+def _why_another_grid(info: LinkInfo, scale: LinkInfo | None) -> str | None:
+    """A scale that is floored to a power of two isn't alpha times another: dy would be quantized differently."""
+    if scale is None or not info.quantizing_recipe.power_of_two or abs(math.frexp(scale.op.scale)[0]) == 0.5:
+        return None
+    return f"FP8 scales are powers of two, the factor {scale.op.scale} isn't"
+
+
 def _backward_step(window: Window) -> BackwardLinear:
-    return BackwardLinear(window.picks[0], window.link(1), window.picks[2])
+    return BackwardLinear(window.picks[0], window.link(1), *window.picks[2:])
 
 
-BACKWARD_ADD_LINEAR_BIAS = Rule(
+BACKWARD_LINEAR = Rule(
     name="dgrad+add, dbias+quantize",
-    pattern=(slot(MakeExtraOutput, optional=True), slot(BasicLinear), slot(Bias, optional=True)),
+    pattern=(
+        slot(MakeExtraOutput, optional=True),
+        slot(BasicLinear),
+        slot(ConstantScale, optional=True),
+        slot(Bias, optional=True),
+    ),
     condition=_backward_condition,
     step=_backward_step,
 )

@@ -1,0 +1,188 @@
+"""A table of all fusion rules: for each the whole window, the step as the plan prints it, and the custom calls of the
+gradient's program lowered for CUDA. A rule without an entry fails."""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import te_jax as te
+from te_jax import ops
+from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
+from te_jax.testing import hlo
+
+BF16 = jnp.bfloat16
+X = jax.ShapeDtypeStruct((2, 32, 256), BF16)
+RECIPES = {
+    "none": None,
+    "delayed": te.DelayedScaling(amax_history_len=2),
+    "current": te.CurrentScaling(),
+    "block": te.BlockScaling(),
+}
+STATE_CALLS = {"te_jax_scale_read": 1, "te_jax_scale_write": 1}
+
+
+def linear():
+    return ops.Linear(256, use_bias=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """``calls``: of the chain's gradient with this rule alone, without those that read and write FP8 state.
+
+    ``without_recipe``: of the same chain with recipe None, where no rule applies.
+    """
+
+    chain: tuple
+    step: str
+    calls: dict[str, int]
+
+
+TABLE = {
+    "linear+scale+bias+add": Entry(
+        (linear(), ops.ConstantScale(0.5), ops.Bias(), ops.AddExtraInput()),
+        "Linear(ops_0) + ConstantScale(ops_1) + Bias(ops_2) + AddExtraInput(ops_3): linear+scale+bias+add "
+        "[2 te_jax_quantize, te_jax_gemm]\n      accumulation: fprop ",
+        {"te_jax_quantize": 3, "te_jax_gemm": 3},
+    ),
+    "producer+quantize": Entry(
+        (ops.RMSNorm(), linear()),
+        "RMSNorm(ops_0): quantizes for the next linear, writes FP8 [te_jax_norm]",
+        {"te_jax_norm": 1, "te_jax_norm_grad": 1, "te_jax_quantize": 2, "te_jax_gemm": 3},
+    ),
+    "d-activation+dbias+quantize": Entry(
+        (linear(), ops.Bias(), ops.SwiGLU()),
+        "Bias(ops_1) + SwiGLU(ops_2): d-activation+dbias+quantize, for the linear before it, writes FP8 "
+        "[te_jax_activation_grad]",
+        {"te_jax_activation_grad": 1, "te_jax_quantize": 2, "te_jax_gemm": 3},
+    ),
+    "dgrad+add, dbias+quantize": Entry(
+        (ops.MakeExtraOutput(), linear(), ops.ConstantScale(0.5), ops.Bias()),
+        "MakeExtraOutput(ops_0) + Linear(ops_1) + ConstantScale(ops_2) + Bias(ops_3): dbias+quantize+scaled dgrad+add"
+        "+wgrad [te_jax_quantize, 2 te_jax_gemm]\n      accumulation: dgrad precise, wgrad precise",
+        {"te_jax_quantize": 3, "te_jax_gemm": 3},
+    ),
+    "d-norm+add": Entry(
+        (ops.MakeExtraOutput(), ops.LayerNorm()),
+        "MakeExtraOutput(ops_0) + LayerNorm(ops_1): d-norm+add [te_jax_norm_grad]",
+        {"te_jax_norm": 1, "te_jax_norm_grad": 1},
+    ),
+}
+RULES = [(rule, False) for rule in FORWARD_RULES] + [(rule, True) for rule in BACKWARD_RULES]
+
+
+def module_of(rule, backward, recipe):
+    rules = (
+        {"forward_rules": (), "backward_rules": (rule,)}
+        if backward
+        else {"forward_rules": (rule,), "backward_rules": ()}
+    )
+    return te.Sequential(TABLE[rule.name].chain, recipe=RECIPES[recipe], dtype=BF16, **rules)
+
+
+def custom_calls(module, *inputs):
+    """Of the program of the gradient, lowered for CUDA."""
+    variables = jax.eval_shape(module.init, jax.random.key(0), *inputs)
+
+    def loss(variables, *inputs):
+        leaves = jax.tree.leaves(module.apply(variables, *inputs))
+        return sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in leaves)
+
+    grad = jax.jit(jax.grad(loss, argnums=tuple(range(1 + len(inputs)))))
+    return hlo.count_custom_calls(grad.trace(variables, *inputs).lower(lowering_platforms=("cuda",)).as_text())
+
+
+@pytest.mark.parametrize(("rule", "backward"), RULES, ids=[rule.name for rule, _ in RULES])
+def test_every_rule(rule, backward):
+    assert rule.name in TABLE, f"give the rule {rule.name!r} an entry in this file's table"
+    entry = TABLE[rule.name]
+    inputs = [X] * (1 + sum(op.num_extra_inputs for op in entry.chain))
+    for recipe in RECIPES:
+        module = module_of(rule, backward, recipe)
+        plan = module.plan(*inputs, platform="cuda")
+        has_state = recipe == "delayed" and any(isinstance(op, ops.Linear) for op in entry.chain)
+        want = {} if recipe == "none" else entry.calls | (STATE_CALLS if has_state else {})
+        assert custom_calls(module, *inputs) == collections.Counter(plan.custom_calls) == want, (recipe, str(plan))
+        assert (entry.step in str(plan)) == (recipe != "none"), (recipe, str(plan))
+
+
+def test_no_entry_without_a_rule():
+    assert set(TABLE) == {rule.name for rule, _ in RULES}
+
+
+# A scale as a GEMM's alpha
+
+
+@pytest.mark.parametrize(
+    ("recipe", "factor", "fuses"),
+    [
+        (te.CurrentScaling(), 0.7, True),
+        (te.CurrentScaling(power_of_two=True), 0.7, False),
+        (te.CurrentScaling(power_of_two=True), -4.0, True),
+        (te.BlockScaling(), 0.7, False),
+        (te.BlockScaling(), 0.25, True),
+        (te.BlockScaling(power_of_two=False), 0.7, True),
+        (te.CurrentScaling(), 0.0, False),
+        (te.CurrentScaling(), float("inf"), False),
+        (te.CurrentScaling(), 2.0**100, False),
+    ],
+)
+def test_where_a_scale_is_a_gemms_alpha(recipe, factor, fuses):
+    """Backward, scales that are powers of two refuse a factor that isn't: dy would be quantized on another grid."""
+    plan = te.Sequential([linear(), ops.ConstantScale(factor)], recipe=recipe, dtype=BF16).plan(X)
+    assert ("scaled dgrad+wgrad" in str(plan)) == fuses
+    if not fuses and 0 < factor < 1:
+        assert plan.forward[-1].name == "linear+scale"
+        assert "no dgrad+add, dbias+quantize: FP8 scales are powers of two, the factor 0.7 isn't" in str(plan)
+
+
+@pytest.mark.parametrize("factor", [0.7, -3.0])
+@pytest.mark.parametrize(
+    "recipe", [te.DelayedScaling(amax_history_len=2, margin=1), te.CurrentScaling()], ids=lambda r: r.name
+)
+def test_a_scaled_gemm_is_as_near_to_fp64_as_an_unfused_one_and_has_its_state(recipe, factor):
+    chain = [ops.MakeExtraOutput(), ops.Linear(48, use_bias=False), ops.ConstantScale(factor), ops.Bias()]
+    chain += [ops.AddExtraInput()]
+    x, extra, *weights = (
+        jax.random.normal(jax.random.key(i), shape, BF16) for i, shape in enumerate([(64, 32), (64, 48)] * 2)
+    )
+    modules = [
+        te.Sequential(chain, recipe=recipe, dtype=BF16),
+        te.Sequential(chain, recipe=recipe, dtype=BF16, forward_rules=(), backward_rules=()),
+    ]
+    variables = jax.jit(modules[0].init)(jax.random.key(1), x, extra)
+
+    def step_of(module):
+        def results(variables, x):
+            outputs, pullback = jax.vjp(lambda v, x: module.apply(v, x, extra), variables, x)
+            return outputs[0], pullback((weights[1], weights[0]))
+
+        return jax.jit(results, compiler_options={"xla_allow_excess_precision": False})
+
+    kernel, *others = (np.asarray(a, np.float64) for a in (variables["params"]["ops_1"]["kernel"], x, extra, *weights))
+    x64, extra64, dextra, dy = others
+    exact = (factor * x64 @ kernel + extra64, factor * x64.T @ dy, factor * dy @ kernel.T + dextra)
+    rest, state = te.state.split(variables)
+    for _ in range(3):  # without history, and then with one
+        errors, states = [], []
+        for step in map(step_of, modules):
+            y, (grads, dx) = step(te.state.merge(rest, state), x)
+            got = (y, grads["params"]["ops_1"]["kernel"], dx)
+            pairs = [(np.asarray(a, np.float64), b) for a, b in zip(got, exact, strict=True)]
+            errors.append([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs])
+            np.testing.assert_allclose(grads["params"]["ops_3"]["bias"], dy.sum(0), rtol=1e-5, atol=1e-4)
+            states.append(te.state.split(grads)[1])
+        assert all(fused <= 1.05 * unfused < 0.06 for fused, unfused in zip(*errors, strict=True)), errors
+        for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+            np.testing.assert_array_equal(a, b)
+        state = te.state.apply(state, states[0])
+
+
+def test_constant_scale_rounds_once():
+    x = jax.random.normal(jax.random.key(0), (64, 64), BF16)
+    module = te.Sequential([ops.ConstantScale(0.7)])
+    want = (np.asarray(x, np.float64) * np.float32(0.7)).astype(np.float32)
+    np.testing.assert_array_equal(module.apply({}, x), jnp.asarray(want).astype(BF16))
