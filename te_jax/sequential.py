@@ -140,6 +140,28 @@ class ChainModule(nn.Module, kw_only=True):
         return planning.make_plan(title, segments, train=train, platform=platform)
 
     @nn.nowrap
+    def extra_input_types(self, x: Any) -> tuple[TensorType, ...]:
+        """Shapes and dtypes of the extra inputs that the call takes for such an x (an array or its type).
+
+        Floating-point ones are cast to the computation dtype, whatever they come in.
+        """
+        chain = read_chain(self.chain(), _extras_of)
+        wanted: dict[Value, TensorType] = {}
+        x, source = TensorType(x.shape, x.dtype), "x"
+        for part in chain.parts:
+            if isinstance(part, RunPart):
+                x_types = types.input_types(part.places, x, source)
+                entering = types.entering(part, x_types)
+                x = part.places[-1].op.out_type(x_types[-1])
+            else:
+                item = part.foreign.item
+                entering = item.extra_input_types(x) if isinstance(item, ChainModule) else ()
+                x = _foreign_segment(part.foreign, x, entering)[1][0]
+            wanted |= zip(part.entering, entering, strict=True)
+            source = part.label
+        return tuple(wanted[Value(CALL, i)] for i in range(len(chain.takers)))
+
+    @nn.nowrap
     def _segments(self, name: str, x: Any, *extras: Any) -> tuple[list[planning.Segment], list[TensorType]]:
         """What a plan needs of every part for such inputs; and the types of the result and the extra outputs."""
         chain = self._read_chain(name, x, extras)
@@ -210,7 +232,7 @@ class ChainModule(nn.Module, kw_only=True):
     ) -> tuple[Run, tuple[TensorType, ...]]:
         """The run for such an input, and the types that its extra arguments are to have."""
         x_types = types.input_types(part.places, x, source)
-        extra_types = types.check_extras(type(self).__name__, chain, part, x_types, extras)
+        types.check_extras(type(self).__name__, chain, part, x_types, extras)
         links = []
         for place, x_type in zip(part.places, x_types, strict=True):
             why = why_unquantized(place.op, x_type, self.recipe) if isinstance(place.op, BasicLinear) else None
@@ -219,7 +241,7 @@ class ChainModule(nn.Module, kw_only=True):
                 check_value(why is None, info.label, "recipe", "a linear that can be quantized (strict=True)", why)
             links.append(info)
         rules = (tuple(self.forward_rules), tuple(self.backward_rules))
-        return Run(tuple(links), self.recipe, *rules, part.wiring), extra_types
+        return Run(tuple(links), self.recipe, *rules, part.wiring), types.entering(part, x_types)
 
     @nn.nowrap
     def _run_params(

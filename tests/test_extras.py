@@ -164,6 +164,7 @@ def test_extra_inputs_of_integers_have_no_cotangent():
     flipped = te.Sequential([ops.RMSNorm(), lambda x: x[:, ::-1], ops.Linear(16)], recipe=te.CurrentScaling())
     grad = lambda m, *e: jax.jit(jax.grad(lambda v, x: m.apply(v, x, *e).sum(), argnums=(0, 1)))(variables, x)  # noqa: E731
     assert_close(grad(module, index), grad(flipped), 1e-6)
+    assert module.extra_input_types(x) == (jax.ShapeDtypeStruct((32,), jnp.int32),)
     assert "Select" in str(module.plan(x, index))
     with pytest.raises(TypeError, match=r"extra input 0, for ops\[1\] \(Select\): expected dtype int32, got float32"):
         module.apply(variables, x, index.astype(F32))
@@ -234,6 +235,7 @@ def test_a_chain_that_is_a_module_takes_extra_values_by_order_and_is_as_determin
     np.testing.assert_array_equal(extra, jnp.full((4, 8), 111.0))
     dropped = module.apply(variables, *inputs, deterministic=False, rngs={"dropout": jax.random.key(1)})
     assert not np.array_equal(dropped[0], module.apply(variables, *inputs)[0])
+    assert [t.shape for t in module.extra_input_types(inputs[0])] == [(4, 8)] * 3
     assert len(module.plan(*inputs).forward) == 1 + 3 + 1 + 4
     with pytest.raises(ValueError, match=r"extra inputs: expected 3, for .*ops\[1\] \(Sequential\), .*, got 0"):
         module.apply(variables, inputs[0])

@@ -121,8 +121,10 @@ def test_a_replicated_extra_outputs_cotangent_counts_once(recipe, norm):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_on_a_mesh(kind):
-    chain = [ops.StartResidual(), ops.RMSNorm(), ops.Linear(64, use_bias=False), ops.SiLU()]
-    chain += [ops.Linear(32, use_bias=False), ops.AddResidual()]
+    """A scale in the GEMMs, a residual, and a channel that is taken from twice."""
+    chain = [ops.StartResidual(), ops.RMSNorm(), ops.MakeExtraOutput(channel="h"), ops.Linear(64, use_bias=False)]
+    chain += [ops.SiLU(), ops.Linear(32, use_bias=False), ops.ConstantScale(0.5)]
+    chain += [ops.AddExtraInput(channel="h")] * 2 + [ops.AddResidual()]
     module = te.Sequential(chain, recipe=te.CurrentScaling(power_of_two=True))
     x, mesh = random(0, 8, 16, 32), jax.make_mesh((8,), ("data",), axis_types=(kind,))
     variables = module.init(jax.random.key(1), x)

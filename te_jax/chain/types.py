@@ -89,33 +89,38 @@ def check_shared(place: Place, spec: ParamSpec, shape: tuple[int, ...], of: str)
     )
 
 
-def check_extras(
-    name: str, chain: Chain, part: RunPart, types: Sequence[TensorType], given: Sequence[Any]
-) -> tuple[TensorType, ...]:
-    """The types of the extra values that enter a run, as its ops want them.
+def entering(part: RunPart, x_types: Sequence[TensorType]) -> tuple[TensorType, ...]:
+    """The types of the extra values that enter a run, as the first op that takes each wants it."""
+    wanted: dict[int, TensorType] = {}
+    for place, x_type, sources in zip(part.places, x_types, part.wiring.inputs, strict=True):
+        for source, type_ in zip(sources, place.op.extra_input_types(x_type), strict=True):
+            if not isinstance(source, Output):
+                wanted.setdefault(source, type_)
+    return tuple(wanted[number] for number in range(len(part.entering)))
+
+
+def check_extras(name: str, chain: Chain, part: RunPart, x_types: Sequence[TensorType], given: Sequence[Any]) -> None:
+    """Checks every extra input of a run against what its op wants.
 
     Args:
       name: of the module, for messages.
       chain, part: the run in its chain.
-      types: the input type of every op of the run.
+      x_types: the input type of every op of the run.
       given: the values ``part.entering`` or their types.
 
     Raises:
       ValueError: a shape that isn't what the op that takes the value wants, naming who made it.
       TypeError: a dtype that isn't.
     """
-    entering: list[TensorType] = [TensorType((), jnp.float32)] * len(part.entering)
-    for place, x_type, sources in zip(part.places, types, part.wiring.inputs, strict=True):
+    for place, x_type, sources in zip(part.places, x_types, part.wiring.inputs, strict=True):
         for source, wanted in zip(sources, place.op.extra_input_types(x_type), strict=True):
             if isinstance(source, Output):
                 maker = part.places[source.link]
-                got = maker.op.extra_output_types(types[source.link])[source.number]
+                got = maker.op.extra_output_types(x_types[source.link])[source.number]
                 _check_extra(name, f"extra input of {place.label}, made by {maker.label}", wanted, got)
             else:
                 origin = chain.origin(part.entering[source])
                 _check_extra(name, f"{origin}, for {place.label}", wanted, given[source])
-                entering[source] = wanted
-    return tuple(entering)
 
 
 def _check_extra(name: str, argument: str, wanted: TensorType, got: Any) -> None:

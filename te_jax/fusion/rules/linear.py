@@ -33,15 +33,19 @@ def why_no_fp8_gemm(info: LinkInfo) -> str | None:
     return None if info.quantized else info.why_unquantized
 
 
+def _factor(info: LinkInfo | None) -> float:
+    """What a ConstantScale multiplies by; 1 without one."""
+    return float(info.op.scale) if info is not None and isinstance(info.op, ConstantScale) else 1.0
+
+
 def _alpha(contexts: list[Any], scale: int | None) -> float:
-    return 1.0 if scale is None else float(contexts[scale].info.op.scale)
+    return 1.0 if scale is None else _factor(contexts[scale].info)
 
 
-def _why_no_alpha(info: LinkInfo | None) -> str | None:
+def _why_no_alpha(scale: LinkInfo | None) -> str | None:
     """Why a scale can't be a GEMM's alpha; None if it can or if there is none."""
-    if info is None or MIN_ALPHA <= abs(info.op.scale) <= MAX_ALPHA:
-        return None
-    return f"a GEMM isn't multiplied by {info.op.scale}"
+    factor = _factor(scale)
+    return None if MIN_ALPHA <= abs(factor) <= MAX_ALPHA else f"a GEMM isn't multiplied by {factor}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,9 +147,10 @@ def _backward_condition(window: Window) -> str | None:
 
 def _why_another_grid(info: LinkInfo, scale: LinkInfo | None) -> str | None:
     """A scale that is floored to a power of two isn't alpha times another: dy would be quantized differently."""
-    if scale is None or not info.quantizing_recipe.power_of_two or abs(math.frexp(scale.op.scale)[0]) == 0.5:
+    factor = _factor(scale)
+    if not info.quantizing_recipe.power_of_two or abs(math.frexp(factor)[0]) == 0.5:
         return None
-    return f"FP8 scales are powers of two, the factor {scale.op.scale} isn't"
+    return f"FP8 scales are powers of two, the factor {factor} isn't"
 
 
 def _backward_step(window: Window) -> BackwardLinear:
