@@ -356,7 +356,7 @@ class Sequential(ChainModule):
 
     Parameters of the i-th op are at ``params/ops_<i>/{kernel,bias,scale}`` (or under its ``name``); an op object listed
     twice shares its parameters, under its first place. FP8 state is at ``_overwrite_with_gradient/fp8_<i>`` for a run
-    of ops that starts at i.
+    of ops that starts at i. A list in the list is part of the chain: op j of it is at ``ops_<i>_<j>``.
     """
 
     ops: Sequence[Any] = ()

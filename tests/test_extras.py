@@ -102,15 +102,16 @@ def test_a_channel_is_an_extra_output_that_goes_back_in(recipe):
 
 def test_channels_across_functions_and_modules():
     """A value that leaves a run for a later one: JAX adds its cotangents."""
-    chain = [ops.MakeExtraOutput(channel="r"), dense(32, "a"), jnp.tanh, ops.AddExtraInput(channel="r")]
-    chain += [nn.Dense(32), ops.AddExtraInput(channel="r"), ops.StartResidual(), jnp.sin, ops.AddResidual()]
+    take = ops.AddExtraInput(channel="r")
+    chain = [ops.MakeExtraOutput(channel="r"), dense(32, "a"), take, jnp.tanh, take]
+    chain += [nn.Dense(32), take, ops.StartResidual(), jnp.sin, ops.AddResidual()]
     module, x = te.Sequential(chain, recipe=te.CurrentScaling()), random(0, 16, 32)
 
     def plain(variables, x):
         p = variables["params"]
         a = te.Sequential([dense(32, "a")], recipe=te.CurrentScaling())
-        h = jnp.tanh(a.apply({"params": {"a": p["a"]}}, x)) + x
-        h = h @ p["ops_4"]["kernel"] + p["ops_4"]["bias"] + x
+        h = jnp.tanh(a.apply({"params": {"a": p["a"]}}, x) + x) + x
+        h = h @ p["ops_5"]["kernel"] + p["ops_5"]["bias"] + x
         return h + jnp.sin(h)
 
     variables = jax.jit(module.init)(jax.random.key(1), x)
@@ -192,6 +193,8 @@ def test_a_list_inside_of_a_chain_is_part_of_it():
     variables = [jax.jit(module.init)(jax.random.key(1), x) for module in modules("delayed")]
     rename = lambda v: {**v, COLLECTION: {"fp8_0_0": v[COLLECTION]["fp8_0"]}}  # noqa: E731
     assert jax.tree.structure(variables[1]) == jax.tree.structure(rename(variables[0]))
+    kernels = te.quantize_kernels(modules("delayed")[1], variables[1], x)["fp8_kernels"]["fp8_0_0"]
+    assert set(kernels) == {"linear_1_0_0", "linear_1_1_0"}
     (want_y, (want, want_dx)), got = map(gradients, modules("delayed"), variables, (x, x))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves((want_y, (rename(want), want_dx))), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -338,6 +341,36 @@ def test_errors_name_ops_and_places(chain, message):
         module.init(jax.random.key(0), x)
     with pytest.raises(ValueError, match=re.escape(message)):
         module.plan(x)
+
+
+def test_an_op_that_breaks_its_promise_of_extra_values():
+    @dataclasses.dataclass(frozen=True)
+    class Half(ops.MakeExtraOutput):
+        makes: int = 1
+
+        def forward(self, ctx, x):
+            ctx.extra_outputs = (x[..., :16],) * self.makes
+            return x
+
+        def backward(self, ctx, dy):
+            return dy
+
+    @dataclasses.dataclass(frozen=True)
+    class Forgets(ops.AddExtraInput):
+        def backward(self, ctx, dy):
+            return dy
+
+    x = jnp.ones((4, 32))
+    with pytest.raises(
+        ValueError, match=r"Half\(ops_0\): ctx.extra_outputs\[0\] after forward: expected shape \(4, 32\)"
+    ):
+        te.Sequential([Half(channel="r"), take(channel="r")]).apply({}, x)
+    with pytest.raises(ValueError, match=r"Half\(ops_0\): ctx.extra_outputs after forward: expected 1 values, got 2"):
+        te.Sequential([Half(makes=2)]).apply({}, x)
+    with pytest.raises(
+        ValueError, match=r"Forgets\(ops_0\): ctx.extra_input_grads after backward: expected 1 cotangents"
+    ):
+        jax.grad(lambda x: te.Sequential([Forgets()]).apply({}, x, x).sum())(x)
 
 
 def test_errors_of_types():

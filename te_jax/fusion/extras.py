@@ -29,7 +29,7 @@ def hand_on(run: Run, links: Sequence[int], contexts: Sequence[ForwardContext]) 
     for link in links:
         ctx = contexts[link]
         ctx.extra_inputs = tuple(
-            _made(contexts[source.link])[source.number]
+            _handed(contexts[source.link], source.number)
             if isinstance(source, Output) and source.link not in links
             else given
             for given, source in zip(ctx.extra_inputs, run.wiring.inputs[link], strict=True)
@@ -83,6 +83,14 @@ def _made(ctx: ForwardContext) -> tuple[Any, ...]:
     wanted, got = ctx.info.op.num_extra_outputs, len(ctx.extra_outputs)
     check_value(got == wanted, ctx.info.label, "ctx.extra_outputs after forward", f"{wanted} values", got)
     return ctx.extra_outputs
+
+
+def _handed(ctx: ForwardContext, number: int) -> Any:
+    """One of an op's extra outputs, of the shape that it promised to those that take it."""
+    value, wanted = _made(ctx)[number], ctx.info.op.extra_output_types(ctx.info.x_type)[number].shape
+    argument = f"ctx.extra_outputs[{number}] after forward"
+    check_value(value.shape == wanted, ctx.info.label, argument, f"shape {wanted}", value.shape)
+    return value
 
 
 def _taken(

@@ -60,6 +60,22 @@ def entry(module, tokens, features):
 
 
 @pytest.mark.parametrize("recipe", [te.DelayedScaling(), te.CurrentScaling(), te.BlockScaling()], ids=lambda r: r.name)
+def test_scale_bias_and_residual_are_in_the_gemms(recipe):
+    """Nothing of XLA's passes over a tensor; with state it scales a scale, and the amax that goes into its books."""
+    chain = [ops.StartResidual(), ops.BasicLinear(512), ops.ConstantScale(0.5), ops.Bias(), ops.AddResidual()]
+    module = te.Sequential(chain, recipe=recipe, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    found = entry(module, 256, 512)
+    state = {"te_jax_scale_read": 1, "te_jax_scale_write": 1} if recipe.stateful else {}
+    assert collections.Counter(target for _, target in found if target) == {
+        "te_jax_quantize": 3,
+        "te_jax_gemm": 3,
+        **state,
+    }
+    kernels = [opcode for opcode, _ in found if opcode not in FREE]
+    assert len(kernels) <= (2 if recipe.stateful else 0), kernels
+
+
+@pytest.mark.parametrize("recipe", [te.DelayedScaling(), te.CurrentScaling(), te.BlockScaling()], ids=lambda r: r.name)
 @pytest.mark.parametrize("linears", [1, 3])
 def test_a_chain_of_linears_with_biases_is_custom_calls_alone(recipe, linears):
     chain = [ops.Linear(512) for _ in range(linears)]
