@@ -49,8 +49,9 @@ TABLE = {
         {"te_jax_quantize": 3, "te_jax_gemm": 3},
     ),
     "producer+quantize": Entry(
-        (ops.RMSNorm(), linear()),
-        "RMSNorm(ops_0): quantizes for the next linear, writes FP8 [te_jax_norm]",
+        (ops.RMSNorm(), ops.MakeExtraOutput(), linear()),
+        "RMSNorm(ops_0) + MakeExtraOutput(ops_1): quantizes for the next linear, keeps the result, writes FP8 "
+        "[te_jax_norm]",
         {"te_jax_norm": 1, "te_jax_norm_grad": 1, "te_jax_quantize": 2, "te_jax_gemm": 3},
     ),
     "d-activation+dbias+quantize": Entry(

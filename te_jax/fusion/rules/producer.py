@@ -1,16 +1,21 @@
-"""Forward [norm or activation, (BasicLinear)]: the producer writes the linear's input in FP8, and only that."""
+"""Forward [norm or activation, MakeExtraOutput?, (BasicLinear)]: the producer writes the linear's input in FP8.
+
+Only that, unless its result is also an extra value: then one pass writes both.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+from te_jax.errors import required
 from te_jax.fusion.pattern import Rule, Window, slot
 from te_jax.fusion.rules.linear import why_no_fp8_gemm
 from te_jax.ops import linear
 from te_jax.ops.activation import GEGLU, GELU, ReLU, SiLU, SwiGLU
 from te_jax.ops.linear import BasicLinear
 from te_jax.ops.norm import LayerNorm, RMSNorm
+from te_jax.ops.residual import MakeExtraOutput
 from te_jax.quant.tensor import QTensor
 
 NORMS = (RMSNorm, LayerNorm)
@@ -22,32 +27,37 @@ class ProducerQuantize:
     """The step: runs the producer, books the amax with the linear it writes for."""
 
     producer: int
+    output: int | None
     consumer: int
-
-    name = "quantizes for the next linear"
 
     @property
     def links(self) -> tuple[int, ...]:
-        return (self.producer,)
+        return (self.producer,) if self.output is None else (self.producer, self.output)
+
+    @property
+    def name(self) -> str:
+        return "quantizes for the next linear" + ("" if self.output is None else ", keeps the result")
 
     def __call__(self, contexts: list[Any], x: Any) -> QTensor:
         ctx, consumer = contexts[self.producer], contexts[self.consumer]
-        quantizing = linear.quantizing(consumer.info, "x", train=consumer.train)
+        quantizing = linear.quantizing(consumer.info, "x", train=consumer.train) | {"hp": self.output is not None}
         out = ctx.info.op.forward_quantized(ctx, x, linear.scale_of(consumer, "x"), quantizing)
+        if self.output is not None:
+            contexts[self.output].extra_outputs = (required(out.hp, "producer", "hp"),)
         return linear.as_qtensor(consumer, "x", out, x.dtype)
 
 
 def _condition(window: Window) -> str | None:
-    return why_no_fp8_gemm(window.info(1))
+    return why_no_fp8_gemm(window.info(2))
 
 
 def _step(window: Window) -> ProducerQuantize:
-    return ProducerQuantize(window.link(0), window.link(1))
+    return ProducerQuantize(window.link(0), window.picks[1], window.link(2))
 
 
 PRODUCER_QUANTIZE = Rule(
     name="producer+quantize",
-    pattern=(slot(*NORMS, *ACTIVATIONS), slot(BasicLinear, ahead=True)),
+    pattern=(slot(*NORMS, *ACTIVATIONS), slot(MakeExtraOutput, optional=True), slot(BasicLinear, ahead=True)),
     condition=_condition,
     step=_step,
 )
