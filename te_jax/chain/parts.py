@@ -24,8 +24,8 @@ class RunPart:
 
     @property
     def name(self) -> str:
-        """What is kept for a run is under the path of its first op: "3", or "3_0" in a list."""
-        return "_".join(map(str, self.places[0].path))
+        """What is kept for a run is under the path of the op that its user lists first: "3", or "3_0" in a list."""
+        return "_".join(map(str, min(place.path for place in self.places)))
 
     @property
     def label(self) -> str:

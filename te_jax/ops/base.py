@@ -75,7 +75,7 @@ class Op:
         return x
 
     def extra_input_types(self, x: TensorType) -> tuple[TensorType, ...]:
-        """Shape and dtype of its extra inputs. Floating-point ones are cast, others have to have that dtype."""
+        """Shape and dtype of its extra inputs: floating-point ones or integers, which are cast to it."""
         return (x,) * self.num_extra_inputs
 
     def extra_output_types(self, x: TensorType) -> tuple[TensorType, ...]:
