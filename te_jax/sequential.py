@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from te_jax import compat
 from te_jax.chain import CALL, Chain, Foreign, ForeignPart, RunPart, Value, read_chain, types
 from te_jax.chain.places import freeze
 from te_jax.errors import check_type, check_value
@@ -117,7 +116,7 @@ class ChainModule(nn.Module, kw_only=True):
         run, extra_types = self._make_run(chain, part, TensorType(x.shape, dtype), extras, source)
         keys = tuple(self.make_rng("dropout") if p.op.needs_key(deterministic) else None for p in part.places)
         state = self._fp8_state(run, part.name)
-        _check_on_device(name, {"params": params, fp8_state.COLLECTION: state})
+        types.check_on_device(name, {"params": params, fp8_state.COLLECTION: state})
         kernels = self._quantized_kernels(run, part, params, state)
         cast = tuple(extra.astype(type_.dtype) for extra, type_ in zip(extras, extra_types, strict=True))
         return execute(run, params, state, kernels, keys, x.astype(dtype), cast)
@@ -207,24 +206,14 @@ class ChainModule(nn.Module, kw_only=True):
     @nn.nowrap
     def _read_chain(self, name: str, x: Any, extras: Sequence[Any]) -> Chain:
         """The chain, after checking all that can be seen of attributes and arguments."""
-        self._check_attributes()
+        rules = {"forward_rules": self.forward_rules, "backward_rules": self.backward_rules}
+        types.check_settings(type(self).__name__, self.recipe, self.dtype, self.param_dtype, rules)
         types.check_input(name, "x", x)
         for i, extra in enumerate(extras):
             types.check_array(name, f"extra input {i}", extra)
         chain = read_chain(self.chain(), _extras_of)
         chain.check_count(name, extras)
         return chain
-
-    @nn.nowrap
-    def _check_attributes(self) -> None:
-        name, dtypes = type(self).__name__, ", ".join(jnp.dtype(d).name for d in types.DTYPES)
-        ok = self.recipe is None or isinstance(self.recipe, Recipe)
-        check_type(ok, name, "recipe", "None or a recipe object, such as DelayedScaling()", repr(self.recipe))
-        check_type(self.dtype is None or types.is_dtype(self.dtype), name, "dtype", f"None, {dtypes}", repr(self.dtype))
-        check_type(types.is_dtype(self.param_dtype), name, "param_dtype", dtypes, repr(self.param_dtype))
-        for argument, rules in (("forward_rules", self.forward_rules), ("backward_rules", self.backward_rules)):
-            ok = isinstance(rules, Sequence) and all(isinstance(rule, Rule) for rule in rules)
-            check_type(ok, name, argument, "a tuple of fusion rules", repr(rules))
 
     @nn.nowrap
     def _make_run(
@@ -323,7 +312,7 @@ class ChainModule(nn.Module, kw_only=True):
         for i, key in names.items():
             got = {n: TensorType(a.shape, a.dtype) for n, a in dict(given.get(key, {})).items()}
             for field in sorted({*wanted[i], *got}):
-                pair = [_type_name(types.get(field)) for types in (wanted[i], got)]
+                pair = [_type_name(fields.get(field)) for fields in (wanted[i], got)]
                 check_value(pair[0] == pair[1], where, f"{KERNELS}/{name}/{key}/{field}", *pair)
         return tuple(given[names[i]] if i in names else None for i in range(len(run.links)))
 
@@ -373,13 +362,6 @@ class Sequential(ChainModule):
 
 def _type_name(array: Any) -> str:
     return "none" if array is None else f"{array.dtype}{list(array.shape)}"
-
-
-def _check_on_device(name: str, variables: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
-        argument = jax.tree_util.keystr(path, simple=True, separator="/")
-        got = "one in host memory (move it with jax.device_put)"
-        check_value(not compat.in_host_memory(leaf), name, argument, "an array in device memory", got)
 
 
 def _extras_of(item: Any) -> tuple[int, int]:

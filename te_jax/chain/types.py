@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from te_jax import compat
 from te_jax.chain.parts import Chain, RunPart
 from te_jax.chain.places import Place
 from te_jax.errors import check_type, check_value
+from te_jax.fusion.pattern import Rule
 from te_jax.fusion.run import Output
 from te_jax.ops.base import ParamSpec, TensorType
+from te_jax.recipe import Recipe
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -28,6 +31,26 @@ def check_array(name: str, argument: str, x: Any) -> None:
     """Raises TypeError or ValueError unless x is an array (or the type of one) in device memory."""
     check_type(hasattr(x, "dtype") and hasattr(x, "shape"), name, argument, "an array", type(x).__name__)
     check_value(not compat.in_host_memory(x), name, argument, "an array in device memory", "one in host memory")
+
+
+def check_on_device(name: str, variables: Any) -> None:
+    """Raises ValueError for a leaf in host memory, by its path."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
+        argument = jax.tree_util.keystr(path, simple=True, separator="/")
+        got = "one in host memory (move it with jax.device_put)"
+        check_value(not compat.in_host_memory(leaf), name, argument, "an array in device memory", got)
+
+
+def check_settings(name: str, recipe: Any, dtype: Any, param_dtype: Any, rules: Mapping[str, Any]) -> None:
+    """Raises TypeError for attributes of a chain that aren't what they should be; ``rules`` by attribute."""
+    dtypes = ", ".join(jnp.dtype(d).name for d in DTYPES)
+    ok = recipe is None or isinstance(recipe, Recipe)
+    check_type(ok, name, "recipe", "None or a recipe object, such as DelayedScaling()", repr(recipe))
+    check_type(dtype is None or is_dtype(dtype), name, "dtype", f"None, {dtypes}", repr(dtype))
+    check_type(is_dtype(param_dtype), name, "param_dtype", dtypes, repr(param_dtype))
+    for argument, value in rules.items():
+        ok = isinstance(value, Sequence) and all(isinstance(rule, Rule) for rule in value)
+        check_type(ok, name, argument, "a tuple of fusion rules", repr(value))
 
 
 def _check_dtype(name: str, argument: str, x: Any) -> None:

@@ -3,6 +3,7 @@ gradient's program lowered for CUDA. A rule without an entry fails."""
 
 import collections
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,13 @@ def test_every_rule(rule, backward):
 
 def test_no_entry_without_a_rule():
     assert set(TABLE) == {rule.name for rule, _ in RULES}
+
+
+def test_the_page_on_chains_has_every_file_of_rules():
+    root = pathlib.Path(te.__file__).parents[1]
+    page = (root / "docs" / "chains.md").read_text()
+    files = {path.name for path in (root / "te_jax" / "fusion" / "rules").glob("*.py")} - {"__init__.py"}
+    assert {name for name in files if f"`{name}`" not in page} == set()
 
 
 # A scale as a GEMM's alpha
