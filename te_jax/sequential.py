@@ -22,7 +22,6 @@ from te_jax.fusion.plan import FusionPlan, describe
 from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
 from te_jax.fusion.run import Run
 from te_jax.ops.base import LinkInfo, Op, ParamSpec, TensorType
-from te_jax.ops.linear import BasicLinear, why_unquantized
 from te_jax.quant import state as fp8_state
 from te_jax.quant.state import KERNELS
 from te_jax.recipe import Recipe
@@ -224,7 +223,7 @@ class ChainModule(nn.Module, kw_only=True):
         types.check_extras(type(self).__name__, chain, part, x_types, extras)
         links = []
         for place, x_type in zip(part.places, x_types, strict=True):
-            why = why_unquantized(place.op, x_type, self.recipe) if isinstance(place.op, BasicLinear) else None
+            why = place.op.why_unquantized(x_type, self.recipe)
             info = LinkInfo(place.op, place.path, place.scope, x_type, self.recipe, why)
             if self.recipe is not None and self.recipe.strict:
                 check_value(why is None, info.label, "recipe", "a linear that can be quantized (strict=True)", why)

@@ -149,6 +149,11 @@ class Select(ops.Op):
     def extra_input_types(self, x):
         return (jax.ShapeDtypeStruct((x.shape[-1],), jnp.int32),)
 
+    def check_extra_inputs(self, x, inputs):
+        seen = isinstance(inputs[0], jax.Array) and not isinstance(inputs[0], jax.core.Tracer)
+        if seen and np.asarray(inputs[0]).min() < 0:
+            raise ValueError("Select: index: expected no negative number")
+
     def forward(self, ctx, x):
         ctx.saved = ctx.extra_inputs[0]
         return x[:, ctx.saved]
@@ -173,6 +178,8 @@ def test_extra_inputs_of_integers_have_no_cotangent():
         ValueError, match=r"extra input 0, for ops\[1\] \(Select\): expected shape \(32,\), got \(16,\)"
     ):
         module.apply(variables, x, index[:16])
+    with pytest.raises(ValueError, match="Select: index: expected no negative number"):
+        module.apply(variables, x, -index)
 
 
 # Chains inside of chains

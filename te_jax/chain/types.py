@@ -144,6 +144,8 @@ def check_extras(name: str, chain: Chain, part: RunPart, x_types: Sequence[Tenso
             else:
                 origin = chain.origin(part.entering[source])
                 _check_extra(name, f"{origin}, for {place.label}", wanted, given[source])
+        inputs = tuple(None if isinstance(source, Output) else given[source] for source in sources)
+        place.op.check_extra_inputs(x_type, inputs)
 
 
 def _check_extra(name: str, argument: str, wanted: TensorType, got: Any) -> None:

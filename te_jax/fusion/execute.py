@@ -19,7 +19,6 @@ from te_jax.fusion.cotangent import Like, is_like
 from te_jax.fusion.pattern import Step
 from te_jax.fusion.run import Run, Scales, read_scales, write_state
 from te_jax.ops.base import BackwardContext, ForwardContext, QuantizedKernel
-from te_jax.ops.linear import quantize_kernel
 from te_jax.parallel import mesh
 from te_jax.quant.format import is_fp8
 from te_jax.recipe import BlockScaling
@@ -51,7 +50,7 @@ def quantize_kernels(run: Run, params: Params, state: Mapping[str, Array]) -> Ke
     kernels: list[QuantizedKernel | None] = []
     for info, scales in zip(run.links, read_scales(run, state), strict=True):
         ctx = ForwardContext(info, params.get(info.scope, {}), train=True, scales=scales)
-        kernels.append(quantize_kernel(ctx) if info.quantized else None)
+        kernels.append(info.op.quantize_kernel(ctx) if info.quantized else None)
     return tuple(kernels)
 
 

@@ -90,6 +90,23 @@ class Op:
         """For each extra output the channel that it goes into; None: it is the next extra output of the call."""
         return (None,) * self.num_extra_outputs
 
+    def check_extra_inputs(self, x: TensorType, inputs: tuple[Any, ...]) -> None:
+        """Raises ValueError or TypeError for extra inputs that don't fit, beyond their shapes and dtypes.
+
+        Args:
+          x: type of the op's input.
+          inputs: the arrays, traced or not, or their types; None for one that is made in the same run.
+        """
+
+    def why_unquantized(self, x: TensorType, recipe: Recipe | None) -> str | None:
+        """Why a linear runs in high precision for an input of this type; None if it is quantized, or no linear."""
+        del x, recipe
+        return None
+
+    def quantize_kernel(self, ctx: ForwardContext) -> QuantizedKernel:
+        """Linears: the kernel as ``forward`` would quantize it, for ``ForwardContext.quantized_kernel``."""
+        raise NotImplementedError
+
     def needs_key(self, deterministic: bool) -> bool:
         """Whether it draws random numbers."""
         del deterministic

@@ -67,6 +67,12 @@ class BasicLinear(Op):
     def out_type(self, x: TensorType) -> TensorType:
         return TensorType((*x.shape[:-1], self.features), x.dtype)
 
+    def why_unquantized(self, x: TensorType, recipe: Recipe | None) -> str | None:
+        return why_unquantized(self, x, recipe)
+
+    def quantize_kernel(self, ctx: ForwardContext) -> QuantizedKernel:
+        return quantize_kernel(ctx)
+
     def forward(self, ctx: ForwardContext, x: Array | QTensor) -> Array:
         return forward(ctx, x)
 
