@@ -96,6 +96,9 @@ cpp-sanitize: $(BUILD_TOOLS)
 	  -DTE_JAX_SANITIZE=address,undefined
 	$(CMAKE_BUILD) build/cpp-sanitize
 	$(BIN)/ctest --test-dir build/cpp-sanitize --output-on-failure
+	$(CMAKE) -S . -B build/cpp-thread -DTE_JAX_CUDA=OFF -DTE_JAX_PYTHON=OFF -DTE_JAX_TESTS=ON -DTE_JAX_SANITIZE=thread
+	$(CMAKE_BUILD) build/cpp-thread --target comm_schedule_test comm_channel_test
+	setarch -R $(BIN)/ctest --test-dir build/cpp-thread --output-on-failure -R '^comm_'  # TSan wants fixed addresses
 
 bazel: $(STAMP) $(BUILD_TOOLS)
 	tools/bazel_test.sh $(BIN)/python $(FFI_HEADERS)/jaxlib/include
