@@ -29,6 +29,10 @@ add_library(te_jax_gemm STATIC ${TE_JAX_GEMM_SOURCES})
 target_include_directories(te_jax_gemm SYSTEM PUBLIC ${CUDAToolkit_INCLUDE_DIRS} ${TE_JAX_CUBLAS_INCLUDE_DIR})
 target_link_libraries(te_jax_gemm PUBLIC te_jax_flags te_jax_kernels CUDA::cudart_static ${CMAKE_DL_LIBS})
 
+file(GLOB TE_JAX_COMM_CUDA_SOURCES CONFIGURE_DEPENDS csrc/comm/cuda/*.cc)
+add_library(te_jax_comm_cuda STATIC ${TE_JAX_COMM_CUDA_SOURCES})
+target_link_libraries(te_jax_comm_cuda PUBLIC te_jax_comm te_jax_gemm)
+
 te_jax_module(_te_jax_cuda ${TE_JAX_CUDA_SOURCES})
 target_compile_definitions(_te_jax_cuda PRIVATE TE_JAX_CUDA_ARCHITECTURES="sm_90a")
 target_link_libraries(_te_jax_cuda PRIVATE te_jax_ffi te_jax_gemm)
@@ -38,8 +42,12 @@ if(TE_JAX_TESTS)  # programs that need a GPU: built, run by hand or by ctest -L 
   foreach(source ${TE_JAX_CUDA_TESTS})
     get_filename_component(name ${source} NAME_WE)
     add_executable(${name} ${source})
-    target_link_libraries(${name} PRIVATE te_jax_gemm)
+    target_link_libraries(${name} PRIVATE te_jax_comm_cuda Threads::Threads)
     add_test(NAME ${name} COMMAND ${name})
     set_tests_properties(${name} PROPERTIES LABELS gpu)
   endforeach()
 endif()
+
+# benchmarks/native: built on demand, `cmake --build ... --target collective_bench`.
+add_executable(collective_bench EXCLUDE_FROM_ALL benchmarks/native/collective_bench.cc)
+target_link_libraries(collective_bench PRIVATE te_jax_comm_cuda)

@@ -40,11 +40,12 @@ INCLUDES = {
     "kernels": {"core", "kernels"},
     "gemm": {"core", "gemm", "kernels"},
     "comm": {"core", "comm"},
+    "comm/cuda": {"core", "comm", "comm/cuda", "gemm", "kernels"},
     "ffi": {"core", "ffi"},
     "ffi/cpu": {"core", "ffi", "ffi/cpu", "cpu"},
-    "ffi/cuda": {"core", "ffi", "ffi/cuda", "kernels", "gemm", "comm"},
+    "ffi/cuda": {"core", "ffi", "ffi/cuda", "kernels", "gemm", "comm", "comm/cuda"},
     "tests": {"core", "ffi", "cpu", "gemm", "comm", "tests"},
-    "tests/cuda": {"core", "kernels", "gemm", "comm", "tests"},
+    "tests/cuda": {"core", "kernels", "gemm", "comm", "comm/cuda", "tests", "tests/cuda"},
     "tests/fake_cuda": {"core", "kernels", "gemm", "tests"},
 }
 # Who may know XLA and Python.

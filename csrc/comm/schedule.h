@@ -65,7 +65,7 @@ enum class Action : uint8_t {
   kPush,      // to = from, in a peer's memory
   kPost,      // tells `peer` that `chunk` has arrived: its flag (this rank, chunk) becomes the epoch
   kAwait,     // until the own flag (peer, chunk) has reached the epoch
-  kReduce,    // to = the sum in the order of ranks of from and all peers' slots (`with` is one of them), in float32, + bias
+  kReduce,    // to = from + all peers' slots (`with` is one of them), in the order of ranks, in float32, + bias
   kKeep,      // to = from, in own memory
   kFinish,    // both lanes are done
 };

@@ -26,6 +26,18 @@ constexpr const char* NameOf(Scaling scaling) {
   return "?";
 }
 
+// Bytes of an element.
+constexpr int64_t SizeOf(DType dtype) {
+  switch (dtype) {
+    case DType::kF32: return 4;
+    case DType::kBF16:
+    case DType::kF16: return 2;
+    case DType::kE4M3:
+    case DType::kE5M2: return 1;
+  }
+  return 0;
+}
+
 }  // namespace te_jax
 
 #endif  // TE_JAX_CORE_DTYPE_H_

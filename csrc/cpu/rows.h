@@ -7,6 +7,7 @@
 #include <new>
 
 #include "csrc/core/args.h"
+#include "csrc/core/dtype.h"
 #include "csrc/core/fp8.h"
 
 namespace te_jax::cpu {
@@ -23,7 +24,6 @@ class Scratch {
   std::unique_ptr<T[]> data_;
 };
 
-constexpr int64_t SizeOf(DType dtype) { return dtype == DType::kF32 ? 4 : IsFP8(dtype) ? 1 : 2; }
 
 inline float FromBF16(uint16_t x) { return FloatOf(static_cast<uint32_t>(x) << 16); }
 

@@ -22,7 +22,7 @@ constexpr Collective kScatter = Collective::kMatmulReduceScatter, kGather = Coll
 
 // Small whole numbers, so that sums in any order are exact: `rank`'s share of row `row` of block `block`.
 float Share(uint32_t epoch, int rank, int block, int64_t row) {
-  return static_cast<float>((epoch * 7 + static_cast<uint32_t>(rank * 131 + block * 17) + static_cast<uint32_t>(row)) % 1021);
+  return static_cast<float>((static_cast<int64_t>(epoch) * 7 + rank * 131 + block * 17 + row) % 1021);
 }
 
 // A product has one column: what a rank's operand says. In a gather the "product" adds 0.5 to what was gathered.
@@ -36,7 +36,9 @@ class Rank : public Worker {
     const auto rows = static_cast<size_t>(problem_.block_rows);
     operand_.assign(problem_.ranks, std::vector<float>(rows));
     for (int block = 0; block < problem_.ranks; ++block) {
-      for (size_t row = 0; row < rows; ++row) operand_[block][row] = Share(epoch, rank_, block, static_cast<int64_t>(row));
+      for (int64_t row = 0; row < problem_.block_rows; ++row) {
+        operand_[block][static_cast<size_t>(row)] = Share(epoch, rank_, block, row);
+      }
     }
     staging_.resize(problem_.ranks, std::vector<float>(rows));
     result_.assign(problem_.ranks, std::vector<float>(rows, NAN));

@@ -64,7 +64,8 @@ TEST(EveryRowIsMultipliedOnce) {
       for (int rank = 0; rank < ranks; ++rank) {
         std::vector<int64_t> multiplied(ranks);
         for (const Step& step : MakeSchedule(problem, rank, 1)) {
-          if (step.action == Action::kMultiply) multiplied[step.from.block] += step.from.rows.end - step.from.rows.begin;
+          if (step.action != Action::kMultiply) continue;
+          multiplied[step.from.block] += step.from.rows.end - step.from.rows.begin;
         }
         for (int block = 0; block < ranks; ++block) EXPECT_EQ(multiplied[block], int64_t{300});
       }
