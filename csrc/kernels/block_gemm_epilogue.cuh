@@ -4,9 +4,8 @@
 
 #include <cuda_bf16.h>
 
-#include <type_traits>
-
 #include "csrc/kernels/block_gemm_config.cuh"
+#include "csrc/kernels/fragment.cuh"
 
 namespace te_jax::kernels {
 
@@ -43,13 +42,7 @@ __device__ inline void Promote(float (&sums)[Config::kN / 2], const float (&part
   }
 }
 
-// Two neighbouring values, in fp32.
-__device__ inline float2 Pair(const float* values) { return *reinterpret_cast<const float2*>(values); }
-__device__ inline float2 Pair(const __nv_bfloat16* values) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(values));
-}
-
-// sums = alpha * sums + beta * c + bias, for one wave. In place this has to come before WriteWave: another lane of the
+// sums = alpha * sums + beta * c + bias, for one wave. In place this has to come before WriteFragment: another lane of the
 // four writes what this one reads of c.
 template <class Config>
 __device__ inline void Finish(float (&sums)[Config::kN / 2], const BlockGemmParams& p, int row, int column, int lane) {
@@ -77,59 +70,6 @@ __device__ inline void Finish(float (&sums)[Config::kN / 2], const BlockGemmPara
       sums[4 * j + 1] += add.y;
       sums[4 * j + 2] += add.x;
       sums[4 * j + 3] += add.y;
-    }
-  }
-}
-
-// Writes one wave: a thread has columns 2 * (lane % 4) and + 1 of each group of 8, in rows `row` and `row` + 8. Four
-// neighbouring lanes exchange pairs so that each writes 16 bytes, and no shared memory is needed.
-template <class Config>
-__device__ inline void WriteWave(const float (&sums)[Config::kN / 2], const BlockGemmParams& p, int row, int column,
-                                 int lane) {
-  const int quad = lane % 4;
-  if constexpr (std::is_same_v<typename Config::Out, float>) {
-    float* out = static_cast<float*>(p.out);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = row + 8 * half;
-#pragma unroll
-      for (int j = 0; j < Config::kN / 8; ++j) {
-        const int c = column + 8 * j + 2 * quad;
-        if (r < p.m && c < p.n)
-          *reinterpret_cast<float2*>(out + int64_t{r} * p.n + c) =
-              make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
-      }
-    }
-  } else {
-    auto* out = static_cast<__nv_bfloat16*>(p.out);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = row + 8 * half;
-#pragma unroll
-      for (int j = 0; j < Config::kN / 8; j += 4) {
-        uint32_t v[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const __nv_bfloat162 pair =
-              __floats2bfloat162_rn(sums[4 * (j + i) + 2 * half], sums[4 * (j + i) + 2 * half + 1]);
-          v[i] = reinterpret_cast<const uint32_t&>(pair);
-        }
-        // The transpose of the 4 x 4 matrix [lane of the quad, group].
-#pragma unroll
-        for (int step = 1; step < 4; step *= 2) {
-          const bool upper = quad & step;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if (i & step) continue;
-            const uint32_t received = __shfl_xor_sync(0xffffffff, upper ? v[i] : v[i + step], step);
-            if (upper) v[i] = received;
-            else v[i + step] = received;
-          }
-        }
-        const int c = column + 8 * (j + quad);
-        if (r < p.m && c < p.n)
-          *reinterpret_cast<uint4*>(out + int64_t{r} * p.n + c) = make_uint4(v[0], v[1], v[2], v[3]);
-      }
     }
   }
 }

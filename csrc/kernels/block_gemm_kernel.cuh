@@ -6,6 +6,7 @@
 #include "csrc/kernels/block_gemm_epilogue.cuh"
 #include "csrc/kernels/hopper.cuh"
 #include "csrc/kernels/launch.cuh"
+#include "csrc/kernels/wgmma.cuh"
 
 namespace te_jax::kernels {
 
@@ -113,7 +114,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       Pin(partial);
       WgmmaFence();
 #pragma unroll
-      for (int k = 0; k < kBlockK; k += 32) Wgmma<kN>::Issue(partial, a + (k >> 4), b + (k >> 4), k != 0);
+      for (int k = 0; k < kBlockK; k += 32)
+        Wgmma<DType::kE4M3, DType::kE4M3, kN>(partial, a + (k >> 4), b + (k >> 4), k != 0);
       WgmmaCommit();
       if constexpr (Config::kOrdered) asm volatile("barrier.cta.arrive %0, 256;" ::"r"(2 - group) : "memory");
     };
@@ -137,7 +139,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #pragma unroll
     for (int w = 0; w < Config::kWaves; ++w) {
       Finish<Config>(sums[w], p, row + 64 * w, column, lane);
-      WriteWave<Config>(sums[w], p, row + 64 * w, column, lane);
+      WriteFragment(sums[w], static_cast<typename Config::Out*>(p.out), {row + 64 * w, p.m, column, p.n, p.n}, lane);
     }
   }
 }

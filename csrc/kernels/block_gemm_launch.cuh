@@ -9,47 +9,20 @@
 
 #include "csrc/core/args.h"
 #include "csrc/kernels/block_gemm_kernel.cuh"
+#include "csrc/kernels/tensor_map.h"
 
 namespace te_jax::kernels {
-
-using EncodeTiledFn = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, or null: asked of the driver that is loaded, so that this file links against none.
-inline EncodeTiledFn EncodeTiled() {
-  static const EncodeTiledFn function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiledFn>(found)
-                                                                         : nullptr;
-  }();
-  return function;
-}
-
-// A map of [rows, columns] with `row_bytes` from row to row, in boxes of [box_rows, box_columns].
-inline bool MakeMap(CUtensorMap* map, const void* data, CUtensorMapDataType type, int64_t rows, int64_t columns,
-                    int64_t row_bytes, int box_rows, int box_columns, CUtensorMapSwizzle swizzle) {
-  const EncodeTiledFn encode = EncodeTiled();
-  if (encode == nullptr) return false;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_bytes)};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[2] = {1, 1};
-  return encode(map, type, 2, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
 
 template <class Config>
 cudaError_t LaunchBlockGemmAs(const GemmArgs& args, cudaStream_t stream) {
   const int64_t k_blocks = NumBlocks(args.k);
   CUtensorMap a, b, scale_a, scale_b;
   const auto fp8 = [&](CUtensorMap* map, const void* data, int64_t rows, int box_rows) {
-    return MakeMap(map, data, CU_TENSOR_MAP_DATA_TYPE_UINT8, rows, args.k, args.k, box_rows, kBlockK,
+    return MakeMap(map, data, CU_TENSOR_MAP_DATA_TYPE_UINT8, 0, rows, args.k, args.k, box_rows, kBlockK,
                    CU_TENSOR_MAP_SWIZZLE_128B);
   };
   const auto vectors = [&](CUtensorMap* map, const float* data, int64_t rows, int box_columns) {
-    return MakeMap(map, data, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, k_blocks, rows, rows * 4, 1, box_columns,
+    return MakeMap(map, data, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 0, k_blocks, rows, rows * 4, 1, box_columns,
                    CU_TENSOR_MAP_SWIZZLE_NONE);
   };
   if (!fp8(&a, args.lhs, args.m, Config::kM) || !fp8(&b, args.rhs, args.n, Config::kN) ||
