@@ -1,10 +1,11 @@
-// What grouped kernels are asked to do: the tokens of a tensor are split into groups (experts), one behind the other, of
-// sizes that only the device knows. Raw pointers and sizes as in args.h; no XLA and no CUDA types.
+// What grouped kernels are asked to do: the tokens of a tensor are split into groups (experts), one behind the other,
+// of sizes that only the device knows. Raw pointers and sizes as in args.h; no XLA and no CUDA types.
 //
 // `group_sizes` int32 [groups]: group g has the rows [offset, offset + group_sizes[g]), offset being the sum of the
-// sizes before. Sizes are any numbers, 0 too; their sum may be less than the number of tokens, and the rows behind belong
-// to no group: nothing is read of them that could reach a result. What can't be (negative sizes, a sum beyond the tokens)
-// can't be an error here, since nobody on the host knows; it is cut off (GroupEnd) and stays inside of the arrays.
+// sizes before. Sizes are any numbers, 0 too; their sum may be less than the number of tokens, and the rows behind
+// belong to no group: nothing is read of them that could reach a result. What can't be (negative sizes, a sum beyond
+// the tokens) can't be an error here, since nobody on the host knows; it is cut off (GroupEnd) and stays inside of
+// the arrays.
 #ifndef TE_JAX_CORE_GROUPED_ARGS_H_
 #define TE_JAX_CORE_GROUPED_ARGS_H_
 
@@ -27,14 +28,14 @@ TE_JAX_HOST_DEVICE inline int64_t GroupEnd(int64_t start, int32_t size, int64_t 
 // bytes. Groups lie in it as in the tokens, without padding between them. Behind the tokens are zeros.
 TE_JAX_HOST_DEVICE constexpr int64_t PaddedTokens(int64_t tokens) { return (tokens + 15) / 16 * 16; }
 
-// fprop and dgrad: out[rows of g] = lhs_scale_inv * rhs_scale_inv[g] * lhs[rows of g] . rhs[g] + bias[g]; rows that belong
-// to no group are 0. Rounded once.
+// fprop and dgrad: out[rows of g] = lhs_scale_inv * rhs_scale_inv[g] * lhs[rows of g] . rhs[g] + bias[g]; rows that
+// belong to no group are 0. Rounded once.
 struct GroupedGemmArgs {
   int64_t tokens = 0, n = 0, k = 0, groups = 0;  // n, k: multiples of 16
   DType lhs_dtype = DType::kE4M3, rhs_dtype = DType::kE4M3;  // both kBF16, or FP8 but not both kE5M2
   DType out_dtype = DType::kBF16, bias_dtype = DType::kBF16;  // kBF16 or kF32
   bool rhs_contract_first = false;           // rhs is [groups, k, n]: kBF16 only
-  bool fast_accumulation = false;            // FP8 only, see docs/numerics.md; else every 128 products are added in fp32
+  bool fast_accumulation = false;            // FP8 only, docs/numerics.md; else every 128 products are added in fp32
   const int32_t* group_sizes = nullptr;      // [groups]
   const void* lhs = nullptr;                 // [tokens, k]
   const void* rhs = nullptr;                 // [groups, n, k]
@@ -45,7 +46,8 @@ struct GroupedGemmArgs {
   void* out = nullptr;                       // [tokens, n]
 };
 
-// wgrad: out[g] = lhs_scale_inv * rhs_scale_inv * lhs[rows of g]^T . rhs[rows of g] (+ c[g]); 0 (or c) for an empty group.
+// wgrad: out[g] = lhs_scale_inv * rhs_scale_inv * lhs[rows of g]^T . rhs[rows of g] (+ c[g]); 0 (or c) for an empty
+// group.
 struct GroupedWgradArgs {
   int64_t tokens = 0, m = 0, n = 0, groups = 0;  // m, n: multiples of 16
   DType lhs_dtype = DType::kE4M3, rhs_dtype = DType::kE4M3;  // both kBF16, or FP8 but not both kE5M2
@@ -59,28 +61,6 @@ struct GroupedWgradArgs {
   bool lhs_scale_by_group = false, rhs_scale_by_group = false;
   const void* c = nullptr;               // [groups, m, n] of out_dtype, or null; may be equal to out
   void* out = nullptr;                   // [groups, m, n]
-};
-
-// Quantizes x, whose rows are in groups, with one scale for all of them or one for each group.
-// The same rules as QuantizedOut: a scale > 0 is used, for 0 it is derived from the amax of the group (of all groups, with
-// one scale), NaN gives NaN data. Rows that belong to no group count for no amax, and are 0 in data and data_t.
-struct GroupedQuantizeArgs {
-  int64_t tokens = 0, cols = 0, groups = 0;  // cols: a multiple of 16
-  DType x_dtype = DType::kBF16;          // kF32, kBF16 or kF16
-  const void* x = nullptr;               // [tokens, cols]
-  // Null: groups of tokens / groups rows each, a multiple of 16 (x is a kernel [groups, rows, cols]), and data_t is
-  // [groups, cols, rows].
-  const int32_t* group_sizes = nullptr;  // [groups]
-  DType format = DType::kE4M3;           // kE4M3 or kE5M2
-  bool scale_by_group = true;            // there are S = groups scales; else S = 1
-  const float* scale = nullptr;          // [S] in
-  int32_t margin = 0;
-  bool power_of_two = false;
-  void* data = nullptr;                  // [tokens, cols] out, FP8, or null
-  void* data_t = nullptr;                // [cols, PaddedTokens(tokens)] out, FP8, or null
-  float* scale_used = nullptr;           // [S] out
-  float* scale_inv = nullptr;            // [S] out
-  float* amax = nullptr;                 // [S] out, 0 for an empty group; or null
 };
 
 }  // namespace te_jax

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "csrc/kernels/ring.cuh"
+
 namespace te_jax::kernels {
 
 constexpr int kBlockK = 128;  // the extent of a scale along K, and a row of a tile: 128 bytes
@@ -61,19 +63,6 @@ struct BlockGemmTiles {
     const int height = min(raster, tiles_m - band * raster);
     const int rest = index - band * raster * tiles_n;
     return {band * raster + rest % height, rest / height};
-  }
-};
-
-// Place in the ring of stages.
-template <int kStages>
-struct RingPlace {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void Next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
   }
 };
 

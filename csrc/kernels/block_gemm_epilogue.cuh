@@ -42,8 +42,8 @@ __device__ inline void Promote(float (&sums)[Config::kN / 2], const float (&part
   }
 }
 
-// sums = alpha * sums + beta * c + bias, for one wave. In place this has to come before WriteFragment: another lane of the
-// four writes what this one reads of c.
+// sums = alpha * sums + beta * c + bias, for one wave. In place this has to come before WriteFragment: another lane
+// of the four writes what this one reads of c.
 template <class Config>
 __device__ inline void Finish(float (&sums)[Config::kN / 2], const BlockGemmParams& p, int row, int column, int lane) {
   const int first = column + 2 * (lane % 4);

@@ -22,8 +22,8 @@ struct FragmentPlace {
   int row, row_end, column, column_end, pitch;
 };
 
-// Writes values to out. Four neighbouring lanes exchange 16-bit results so that each writes 16 bytes, and no shared memory
-// is needed. All lanes of a warp call it.
+// Writes values to out. Four neighbouring lanes exchange 16-bit results so that each writes 16 bytes, and no shared
+// memory is needed. All lanes of a warp call it.
 template <class Out, int kCount>
 __device__ inline void WriteFragment(const float (&values)[kCount], Out* out, const FragmentPlace& at, int lane) {
   constexpr int kGroups = kCount / 4;

@@ -9,9 +9,9 @@
 namespace te_jax::kernels {
 
 // Queue one kernel each, whatever the sizes of groups are. No workspace. Allocate nothing, do not synchronise, may be
-// captured in a graph. Results repeat bit for bit. Arguments are checked already (grouped_args.h says what is allowed; at
-// most kMaxGroups groups, operands 16-byte aligned). Return the launch error, and cudaErrorInvalidValue where the driver
-// takes no tensor map of the operands. No tokens, or no groups, are allowed.
+// captured in a graph. Results repeat bit for bit. Arguments are checked already (grouped_args.h says what is
+// allowed; at most kMaxGroups groups, operands 16-byte aligned). Return the launch error, and cudaErrorInvalidValue
+// where the driver takes no tensor map of the operands. No tokens, or no groups, are allowed.
 cudaError_t LaunchGroupedGemm(const GroupedGemmArgs& args, cudaStream_t stream);
 cudaError_t LaunchGroupedWgrad(const GroupedWgradArgs& args, cudaStream_t stream);
 

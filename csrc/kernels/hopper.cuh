@@ -66,8 +66,8 @@ __device__ inline void LoadBox(const CUtensorMap* map, uint32_t target, uint32_t
 // The same of three dimensions.
 __device__ inline void LoadBox(const CUtensorMap* map, uint32_t target, uint32_t barrier, int x, int y, int z) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-          target),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
       : "memory");
 }

@@ -15,8 +15,8 @@ __device__ constexpr uint64_t TileDescriptor(uint32_t address, uint32_t leading_
 }
 // Rows of 128 bytes along the contraction. Steps along it are multiples of 32 bytes of the address.
 __device__ inline uint64_t SwizzledTile(uint32_t address) { return TileDescriptor(address, 16, 1024); }
-// A row of 128 bytes, 64 elements of 16 bits, for each index of the contraction. `box_bytes` from 64 columns to the next
-// 64. Steps along the contraction are 16 rows.
+// A row of 128 bytes, 64 elements of 16 bits, for each index of the contraction. `box_bytes` from 64 columns to the
+// next 64. Steps along the contraction are 16 rows.
 __device__ inline uint64_t SwizzledTileTransposed(uint32_t address, uint32_t box_bytes) {
   return TileDescriptor(address, box_bytes, 1024);
 }

@@ -1,0 +1,49 @@
+#include "csrc/kernels/grouped_gemm.h"
+#include "csrc/kernels/grouped_gemm_launch.cuh"
+
+namespace te_jax::kernels {
+namespace {
+
+template <class Config>
+cudaError_t LaunchAs(const GroupedWgradArgs& args, cudaStream_t stream) {
+  CUtensorMap a, b;
+  const auto map = [&](CUtensorMap* result, const void* data, int64_t features, int box_features) {
+    return Config::kBF16
+               ? MakeGroupedMap<Config>(result, data, args.out, 0, args.tokens, features, Config::kK)
+               : MakeGroupedMap<Config>(result, data, args.out, 0, features, PaddedTokens(args.tokens), box_features);
+  };
+  if (!map(&a, args.lhs, args.m, Config::kM) || !map(&b, args.rhs, args.n, Config::kN)) return cudaErrorInvalidValue;
+  GroupedParams params{};
+  params.tokens = static_cast<int>(args.tokens);
+  params.m = static_cast<int>(args.m);
+  params.n = static_cast<int>(args.n);
+  params.groups = static_cast<int>(args.groups);
+  params.group_sizes = args.group_sizes;
+  params.scale_a = args.lhs_scale_inv;
+  params.scale_b = args.rhs_scale_inv;
+  params.scale_a_stride = args.lhs_scale_by_group;
+  params.scale_b_stride = args.rhs_scale_by_group;
+  params.c = args.c;
+  params.out_f32 = args.out_dtype == DType::kF32;
+  params.out = args.out;
+  const int64_t tiles = args.groups * CeilDiv(args.m, Config::kM) * CeilDiv(args.n, Config::kN);
+  return LaunchGroupedKernel<Config>(a, b, params, tiles, stream);
+}
+
+template <DType kA, DType kB, bool kFast>
+struct Launcher {
+  static cudaError_t Launch(const GroupedWgradArgs& args, cudaStream_t stream) {
+    return LaunchAs<GroupedConfig<Ragged::kContraction, kA, kB, false, false, kFast>>(args, stream);
+  }
+};
+
+}  // namespace
+
+cudaError_t LaunchGroupedWgrad(const GroupedWgradArgs& args, cudaStream_t stream) {
+  if (args.groups == 0 || args.m == 0 || args.n == 0) return cudaSuccess;
+  if (args.lhs_dtype != DType::kBF16) return DispatchFP8<Launcher>(args, stream);
+  constexpr DType kBF16 = DType::kBF16;
+  return LaunchAs<GroupedConfig<Ragged::kContraction, kBF16, kBF16, true, true, true>>(args, stream);
+}
+
+}  // namespace te_jax::kernels
