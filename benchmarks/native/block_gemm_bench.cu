@@ -2,10 +2,11 @@
 //
 //   block_gemm_bench check                          every configuration, several shapes; exit status 1 if one is wrong
 //   block_gemm_bench burst|sustained block|vector MxNxK... [names]   one JSON line a shape and configuration (all, or
-//                                                   those of the comma list); K a multiple of 512, for cuBLASLt's scales
+//                                                   those of the comma list); K a multiple of 512, for cuBLASLt's
+//                                                   scales
 //
-// What power leaves of the clock differs with what ran before: rates come with the clock they were measured at. Data are
-// normal, quantized so that a block's maximum is near 448.
+// What power leaves of the clock differs with what ran before: rates come with the clock they were measured at. Data
+// are normal, quantized so that a block's maximum is near 448.
 #include <cuda_fp8.h>
 
 #include <algorithm>
@@ -21,7 +22,8 @@
 #include <thread>
 #include <vector>
 
-#include "benchmarks/native/block_gemm_lt.cuh"
+#include "benchmarks/native/cublaslt.cuh"
+#include "benchmarks/native/measure.cuh"
 #include "csrc/kernels/block_gemm.h"
 
 namespace {
@@ -30,20 +32,10 @@ using namespace te_jax;
 using namespace te_jax::kernels;
 
 // ---- data ----
-__device__ uint32_t Hash(uint64_t x) {
-  x ^= x >> 33;
-  x *= 0xff51afd7ed558ccdull;
-  x ^= x >> 33;
-  x *= 0xc4ceb9fe1a85ec53ull;
-  return static_cast<uint32_t>(x >> 32);
-}
-__device__ float Uniform(uint64_t i, uint64_t seed) { return (Hash(i * 2654435761ull + (seed << 40)) + 0.5f) * 0x1p-32f; }
-
 __global__ void FillFp8(uint8_t* data, int64_t size, uint64_t seed) {
   const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (i >= size) return;
-  const float normal = sqrtf(-2 * logf(Uniform(i, seed))) * cospif(2 * Uniform(i, seed + 1));
-  data[i] = __nv_cvt_float_to_fp8(normal * 150, __NV_SATFINITE, __NV_E4M3);
+  data[i] = __nv_cvt_float_to_fp8(Normal(i, seed) * 150, __NV_SATFINITE, __NV_E4M3);
 }
 __global__ void FillScales(float* data, int64_t size, uint64_t seed, bool powers) {
   const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
@@ -203,59 +195,8 @@ int Check(const char* list) {
   return wrong != 0;
 }
 
-// ---- time, and the clock at which it passes ----
-// cycles[sm], nanoseconds[sm]: what the multiprocessors' counters say now.
-__global__ void ReadClocks(int64_t* cycles, int64_t* nanoseconds) {
-  uint32_t sm;
-  asm("mov.u32 %0, %%smid;" : "=r"(sm));
-  int64_t now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  cycles[sm] = clock64();
-  nanoseconds[sm] = now;
-}
-class Stopwatch {
- public:
-  static constexpr int kMost = 256;
-  struct Reading {
-    double ms, mhz;
-  };
-  Stopwatch() {
-    CHECK_CUDA(cudaMalloc(&device_, sizeof counters_));
-    for (auto& e : events_) CHECK_CUDA(cudaEventCreate(&e));
-  }
-  ~Stopwatch() {
-    cudaFree(device_);
-    for (auto& e : events_) cudaEventDestroy(e);
-  }
-  template <class Work>
-  Reading Measure(int times, Work work) {
-    CHECK_CUDA(cudaMemsetAsync(device_, 0, sizeof counters_));
-    ReadClocks<<<132, 1>>>(device_, device_ + kMost);
-    CHECK_CUDA(cudaEventRecord(events_[0]));
-    for (int i = 0; i < times; ++i) work(i);
-    CHECK_CUDA(cudaEventRecord(events_[1]));
-    ReadClocks<<<132, 1>>>(device_ + 2 * kMost, device_ + 3 * kMost);
-    CHECK_CUDA(cudaMemcpy(counters_, device_, sizeof counters_, cudaMemcpyDeviceToHost));
-    float ms = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&ms, events_[0], events_[1]));
-    std::vector<double> mhz;
-    for (int i = 0; i < kMost; ++i) {
-      const int64_t* c = counters_ + i;
-      if (c[0] != 0 && c[2 * kMost] != 0)
-        mhz.push_back(1e3 * (c[2 * kMost] - c[0]) / std::max<int64_t>(1, c[3 * kMost] - c[kMost]));
-    }
-    std::sort(mhz.begin(), mhz.end());
-    return {ms / times, mhz.empty() ? 0 : mhz[mhz.size() / 2]};
-  }
-
- private:
-  int64_t* device_ = nullptr;
-  int64_t counters_[4 * kMost];
-  cudaEvent_t events_[2];
-};
-
-// Short runs after pauses, so that no one's heat is another's clock, in an order of its own in each of kRounds rounds; or
-// `sustained`: each for 0.25 s, of which the last third counts.
+// Short runs after pauses, so that no one's heat is another's clock, in an order of its own in each of kRounds rounds;
+// or `sustained`: each for 0.25 s, of which the last third counts.
 int Time(int64_t m, int64_t n, int64_t k, bool vector_b, bool sustained, const char* list) {
   constexpr int kRounds = 7;
   static CublasLt lt;
@@ -321,10 +262,10 @@ int Time(int64_t m, int64_t n, int64_t k, bool vector_b, bool sustained, const c
     // Of the 4096 multiply-adds a cycle of a multiprocessor.
     const double use = flops / (ms * 1e-3 * mhz * 1e6 * 132 * 8192);
     std::printf(
-        "{\"shape\": [%ld, %ld, %ld], \"b\": \"%s\", \"how\": \"%s\", \"name\": \"%s\", \"ms\": %.4f, \"min_ms\": %.4f, "
-        "\"max_ms\": %.4f, \"tflops\": %.0f, \"mhz\": %.0f, \"peak_share\": %.3f, \"l2\": %.2e}\n",
-        long(m), long(n), long(k), vector_b ? "1x128" : "128x128", sustained ? "sustained" : "burst", e.name.c_str(), ms,
-        e.readings.front().ms, e.readings.back().ms, flops / ms / 1e9, mhz, use, e.errors.l2);
+        "{\"shape\": [%ld, %ld, %ld], \"b\": \"%s\", \"how\": \"%s\", \"name\": \"%s\", \"ms\": %.4f, "
+        "\"min_ms\": %.4f, \"max_ms\": %.4f, \"tflops\": %.0f, \"mhz\": %.0f, \"peak_share\": %.3f, \"l2\": %.2e}\n",
+        long(m), long(n), long(k), vector_b ? "1x128" : "128x128", sustained ? "sustained" : "burst", e.name.c_str(),
+        ms, e.readings.front().ms, e.readings.back().ms, flops / ms / 1e9, mhz, use, e.errors.l2);
     std::fflush(stdout);
   }
   return 0;
