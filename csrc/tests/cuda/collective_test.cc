@@ -2,6 +2,7 @@
 // are fewer, so that sums of more than two partial results are tested anywhere.
 #include <cuda_runtime_api.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -105,4 +106,10 @@ TEST(ALatePeer) {
 }  // namespace
 }  // namespace te_jax::comm
 
-TEST_MAIN
+int main() {
+  // Ranks that share a GPU must not share a hardware queue, where one's wait would be in front of what it waits for, and
+  // a kernel can't be loaded while one spins.
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
+  setenv("CUDA_MODULE_LOADING", "EAGER", 1);
+  return te_jax::testing::RunAll();
+}
