@@ -92,6 +92,13 @@ def _algorithms() -> Iterator[str]:
         yield f"{choice.device}: {choice.gemm}: {choice.source}, {choice.note or times}"
 
 
+def _determinism() -> Iterator[str]:
+    setting = gemm_algorithms.determinism()
+    yield f"GEMM algorithms: {setting['gemm_algorithms']}, file: {setting['gemm_algorithms_file'] or 'none'}"
+    flags = [f"{name}={value}" for name, value in setting["xla_flags"].items()]
+    yield f"XLA_FLAGS about it: {' '.join(flags) or 'none: XLA autotunes anew in every process'}"
+
+
 def _text(value: object) -> str:
     return value if isinstance(value, str) else str(int(bool(value)))
 
@@ -119,6 +126,7 @@ def report() -> str:
     for platform in _PLATFORMS:
         sections[f"what runs on {platform} (sizes permitting: multiples of 16)"] = _custom_calls(platform)
     sections["attention (bfloat16 or float16, head_dim a multiple of 8 up to 128; otherwise XLA)"] = _attention()
+    sections["repeating bit for bit on CUDA (docs/numerics.md says what does; a CPU always does)"] = _determinism()
     sections["GEMM algorithms chosen by timing (none before a GEMM is run, but for those from a file)"] = _algorithms()
     return "\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items())
 

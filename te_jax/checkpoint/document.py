@@ -1,4 +1,4 @@
-"""The JSON beside the arrays of a checkpoint: format version, recipe, GEMM algorithms, and what wrote it.
+"""The JSON beside the arrays of a checkpoint: format version, recipe, checksums, GEMM algorithms, what wrote it.
 
 A step folder is a plain orbax composite checkpoint, named by the bare step number:
 
@@ -7,63 +7,63 @@ A step folder is a plain orbax composite checkpoint, named by the bare step numb
                      fp8_state     the FP8 state collection, if any
                      opt_state     the optimizer's state, if given
                      extras        what the user adds (data position, random keys, ...), if given
-                     te_jax        this document, as JSON
+                     te_jax        this document, as JSON (te_jax/checkpoint/versions.py says what it had when)
 
-Arrays can be read with orbax alone.
+Arrays can be read with orbax alone. A step without its document is not a checkpoint of te_jax: it is ignored.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from te_jax.errors import check_value, message
+from te_jax.checkpoint import versions
+from te_jax.checkpoint.checksums import checksums
+from te_jax.checkpoint.versions import FORMAT_VERSION
+from te_jax.errors import check_value
 from te_jax.primitives import gemm_algorithms
 from te_jax.recipe import Recipe, recipe_from_json
 
-FORMAT_VERSION = 1
 DOCUMENT = "te_jax"
-
-# Neither changes a number or a shape: a checkpoint may be restored onto another mesh or with another strictness.
-_NOT_COMPARED = ("amax_axes", "strict")
+_DELETED = "deleted"  # what the document of a step is called while the step is being deleted
 
 logger = logging.getLogger("te_jax.checkpoint")
 
 
-def make(recipe: Recipe | None, items: Sequence[str]) -> dict[str, Any]:
-    """The document of a checkpoint that holds `items`."""
+def make(recipe: Recipe | None, items: Mapping[str, Any]) -> dict[str, Any]:
+    """The document of a checkpoint of these trees."""
     return {
         "format_version": FORMAT_VERSION,
         "recipe": None if recipe is None else recipe.to_json(),
         "items": sorted(items),
+        "checksums": {name: checksums(tree) for name, tree in items.items()},
         "gemm_algorithms": gemm_algorithms.table(),
+        "determinism": gemm_algorithms.determinism(),
         "written_by": {
             "jax": jax.__version__,
             "orbax": ocp.__version__,
             "platform": jax.default_backend(),
             "devices": jax.device_count(),
+            "processes": jax.process_count(),
         },
     }
 
 
 def read(folder: epath.Path) -> dict[str, Any]:
-    """The document of a complete step folder.
+    """The document of a complete step folder, in the present format version.
 
     Raises:
-      ValueError: there is no such folder, it is not complete, or another version of te_jax wrote it.
+      ValueError: there is no such folder, it is not complete, or a newer version of te_jax wrote it.
     """
     why = why_incomplete(folder)
     check_value(why is None, "checkpoint.restore", "step", f"a complete checkpoint at {folder}", why)
-    document = json.loads((folder / DOCUMENT / "metadata").read_text())
-    got = document.get("format_version")
-    check_value(got == FORMAT_VERSION, "checkpoint.restore", f"format version of {folder}", FORMAT_VERSION, repr(got))
-    return document
+    return versions.upgrade(json.loads((folder / DOCUMENT / "metadata").read_text()), folder)
 
 
 def why_incomplete(folder: epath.Path) -> str | None:
@@ -74,11 +74,29 @@ def why_incomplete(folder: epath.Path) -> str | None:
         return "no _CHECKPOINT_METADATA: it was not written to its end"
     try:
         document = json.loads((folder / DOCUMENT / "metadata").read_text())
+        if versions.is_newer(document):
+            return None  # not ours to judge, nor to go past to an older step: reading it says what it is
         items = list(document["items"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"no readable {DOCUMENT}/metadata ({type(error).__name__})"
     missing = [item for item in items if not (folder / item / "_METADATA").exists()]
     return f"items without metadata: {missing}" if missing else None
+
+
+def delete(folder: epath.Path) -> None:
+    """Deletes a step. Its document goes first and its folder last, so that half of a step is never taken for one."""
+    document = folder / DOCUMENT / "metadata"
+    if document.exists():
+        document.rename(folder / DOCUMENT / _DELETED)
+    for child in folder.iterdir():
+        if child.name != DOCUMENT:
+            child.rmtree() if child.is_dir() else child.unlink()
+    folder.rmtree()
+
+
+def is_half_deleted(folder: epath.Path) -> bool:
+    """Whether `delete` was interrupted here."""
+    return (folder / DOCUMENT / _DELETED).exists()
 
 
 def steps(directory: epath.Path) -> list[int]:
@@ -97,19 +115,6 @@ def steps(directory: epath.Path) -> list[int]:
     return sorted(found)
 
 
-def check_recipe(document: dict[str, Any], recipe: Recipe | None, folder: epath.Path) -> None:
-    """Raises a ValueError that names both recipes unless the checkpoint's one is the model's one."""
-    stored = None if document["recipe"] is None else recipe_from_json(document["recipe"])
-    if _comparable(stored) == _comparable(recipe):
-        return
-    expected = f"{stored!r}, which {folder} was trained with"
-    hint = "build the model with the checkpoint's recipe; checkpoints are not converted between recipes"
-    raise ValueError(message("checkpoint.restore", "recipe", expected, f"{recipe!r} for the model ({hint})"))
-
-
-def _comparable(recipe: Recipe | None) -> Any:
-    if recipe is None:
-        return None
-    description = recipe.to_json()
-    fields = {name: value for name, value in description["fields"].items() if name not in _NOT_COMPARED}
-    return {**description, "fields": fields}
+def recipe_of(document: Mapping[str, Any]) -> Recipe | None:
+    """The recipe in a document."""
+    return None if document["recipe"] is None else recipe_from_json(document["recipe"])

@@ -13,11 +13,11 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from te_jax.checkpoint import document, trees
+from te_jax.checkpoint import document, reading, recipes, trees
 from te_jax.errors import check_type, check_value, message
 from te_jax.primitives import gemm_algorithms
 from te_jax.quant import state
-from te_jax.recipe import Recipe
+from te_jax.recipe import DelayedScaling, Recipe
 
 
 class Restored(NamedTuple):
@@ -41,10 +41,13 @@ class Manager:
     A save is atomic: it is written beside and renamed once complete, so an interrupted one leaves the last good step.
     Step folders that are not complete are ignored when reading, and moved to `<step>.incomplete` when writing.
 
+    In a run of several processes each makes one, for a directory that all of them see, and each calls `save`, `restore`
+    and `close`, in the same order.
+
     Args:
       directory: folder of the run; made if needed.
       recipe: the model's recipe, None without quantization. Stored, and compared on restore.
-      max_to_keep: the newest steps to keep; None keeps all.
+      max_to_keep: the newest steps to keep, beside one that is being written; None keeps all.
       async_save: return from `save` once the arrays are copied, and write in the background. They may be donated then.
     """
 
@@ -62,8 +65,10 @@ class Manager:
         check_type(ok, "checkpoint.Manager", "recipe", "None or a recipe object", repr(recipe))
         self._directory = _path(directory)
         self._recipe = recipe
+        self._max_to_keep = max_to_keep
+        # What an earlier process left half written is of no use, and no other process writes here.
         self._options = ocp.CheckpointManagerOptions(
-            max_to_keep=max_to_keep, create=True, enable_async_checkpointing=async_save
+            create=True, enable_async_checkpointing=async_save, cleanup_tmp_directories=True
         )
         self._manager: ocp.CheckpointManager | None = None
 
@@ -85,16 +90,25 @@ class Manager:
         check_type(isinstance(variables, Mapping), op, "variables", "a dict of collections", type(variables).__name__)
         step = _checked_step(op, step)
         check_value("params" in variables, op, "variables", "a 'params' collection", sorted(variables))
+        self.wait()  # an earlier save: so that all processes see the same steps
         check_value(step not in self.all_steps(), op, "step", "a step that is not saved yet", step)
         items = {name: trees.storable(op, name, tree) for name, tree in _items(variables, opt_state, extras).items()}
         args: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
-        args[document.DOCUMENT] = ocp.args.JsonSave(document.make(self._recipe, list(items)))
+        args[document.DOCUMENT] = ocp.args.JsonSave(document.make(self._recipe, items))
         saved = self._writer().save(step, args=ocp.args.Composite(**args), force=True)
         if not saved:
             raise RuntimeError(message(op, "step", f"step {step} to be saved", "refused by orbax"))
+        if not self._options.enable_async_checkpointing:
+            self._delete_old_steps()
 
     def restore(
-        self, variables: Mapping[str, Any], *, opt_state: Any = None, extras: Any = None, step: int | None = None
+        self,
+        variables: Mapping[str, Any],
+        *,
+        opt_state: Any = None,
+        extras: Any = None,
+        step: int | None = None,
+        migrate: bool = False,
     ) -> Restored:
         """Restores a step onto the shapes, dtypes and shardings of the given trees.
 
@@ -103,45 +117,43 @@ class Manager:
             makes them); what to restore. Variables are restored whole, but for ``fp8_kernels``, which is not stored.
             opt_state and extras may be left out, with a ``UserWarning`` if they are stored.
           step: the latest if None.
+          migrate: go on with another recipe than the checkpoint's: FP8 state is created, dropped, or brought to another
+            length of history as `migrate_state` says, with a ``UserWarning`` that names both recipes.
 
         Raises:
           FileNotFoundError: there is no complete checkpoint.
-          ValueError: recipe, names, shapes or dtypes differ. Nothing is cast or filled in.
+          ValueError: recipe, names, shapes or dtypes differ, or what is stored is damaged. Nothing is cast or filled
+            in.
         """
         self.wait()
         step = self._step(step)
         folder = self._directory / str(step)
         described = document.read(folder)
-        document.check_recipe(described, self._recipe, folder)
-        algorithms = described.get("gemm_algorithms", {})
+        stored = document.recipe_of(described)
+        changed = not recipes.same(stored, self._recipe)
+        if not migrate:
+            recipes.check_same(stored, self._recipe, folder)
+
+        wanted = {name: trees.abstract(tree) for name, tree in _items(variables, opt_state, extras).items()}
+        for name, tree in (("opt_state", opt_state), ("extras", extras)):
+            if tree is not None and name in described["items"]:
+                wanted[name] = trees.abstract(tree)  # even without leaves: what is stored must match it
+        state_like = wanted.get("fp8_state", {})
+        if changed:
+            reading.plan_migration(wanted, described, stored, self._recipe, folder)
+        dropped = changed and not isinstance(self._recipe, DelayedScaling)
+        reading.check_items(wanted, described, folder, dropped)
+        loaded = reading.read(folder, described, wanted)
+        if changed:
+            old = loaded.get("fp8_state", {})
+            loaded["fp8_state"] = recipes.migrate_state(old, stored, self._recipe, state_like)
+            warnings.warn(recipes.announcement(stored, self._recipe, folder), stacklevel=2)
+
+        algorithms = described["gemm_algorithms"]
         if algorithms.get("devices"):  # so that a run on CUDA goes on with the same algorithms
             gemm_algorithms.load_table(algorithms)
         targets = _items(variables, opt_state, extras)
-        for name, tree in (("opt_state", opt_state), ("extras", extras)):
-            if tree is not None and name in described["items"]:
-                targets[name] = tree  # even without leaves: what is stored must match it
-        for name in ("collections", "fp8_state"):  # part of variables: neither may be missing on either side
-            present, wanted = name in described["items"], name in targets
-            expected, got = (f"{'some' if has else 'none'} in" for has in (present, wanted))
-            check_value(present == wanted, "checkpoint.restore", name, f"{expected} {folder}", f"{got} the target")
-        for name in targets:
-            got = f"no such item in {folder}, which has {described['items']}"
-            check_value(name in described["items"], "checkpoint.restore", name, "a stored item", got)
-
-        wanted = {name: trees.abstract(tree) for name, tree in targets.items()}
-        handlers: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in wanted}
-        handlers[document.DOCUMENT] = ocp.JsonCheckpointHandler()  # orbax warns of items without a handler
-        try:
-            with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as reader:
-                metadata = reader.metadata(folder).item_metadata
-                for name, tree in wanted.items():
-                    trees.check_matches(name, metadata[name].tree, tree)
-                args = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
-                loaded = reader.restore(folder, args=ocp.args.Composite(**args))
-        except Exception as error:  # a damaged file: whatever orbax or tensorstore raises, often without its name
-            error.add_note(f"te_jax.checkpoint.restore: while reading {folder}")
-            raise
-        out = {name: trees.restored(loaded[name], tree) for name, tree in targets.items()}
+        out = {name: trees.restored(loaded[name], tree) for name, tree in targets.items() if name in loaded}
         rest = {"params": out.get("params", variables["params"]), **out.get("collections", {})}
         restored = state.merge(rest, out.get("fp8_state", {}))
         for name, tree in (("opt_state", opt_state), ("extras", extras)):
@@ -150,6 +162,10 @@ class Manager:
                 got = f"None: {name} is not restored"
                 warnings.warn(message("checkpoint.restore", name, expected, got), stacklevel=2)
         return Restored(step, restored, out.get("opt_state", opt_state), out.get("extras", extras))
+
+    def describe(self, step: int | None = None) -> dict[str, Any]:
+        """The document of a step (the latest if None), as JSON: recipe, determinism, what wrote it, ..."""
+        return document.read(self._directory / str(self._step(step)))
 
     def latest_step(self) -> int | None:
         """The newest complete step, None if there is none."""
@@ -163,6 +179,7 @@ class Manager:
         """Waits for a save in the background; raises what it raised."""
         if self._manager is not None:
             self._manager.wait_until_finished()
+            self._delete_old_steps()
 
     def close(self) -> None:
         """Waits, and releases orbax's threads."""
@@ -193,6 +210,7 @@ class Manager:
         if self._manager is None:
             if jax.process_index() == 0:
                 self._set_aside_incomplete()
+            ocp.multihost.sync_global_processes("te_jax.checkpoint: incomplete steps are set aside")
             self._manager = ocp.CheckpointManager(self._directory, options=self._options)
         return self._manager
 
@@ -202,10 +220,20 @@ class Manager:
         good = set(self.all_steps())
         for folder in list(self._directory.iterdir()):
             if folder.is_dir() and folder.name.isdecimal() and int(folder.name) not in good:
+                if document.is_half_deleted(folder):
+                    folder.rmtree()
+                    continue
                 aside = self._directory / f"{folder.name}.incomplete"
                 if aside.exists():
                     aside.rmtree()
                 folder.rename(aside)
+
+    def _delete_old_steps(self) -> None:
+        """All but the newest steps, by one process. Not left to orbax: a process that is killed while orbax deletes
+        leaves a step that looks complete."""
+        if self._max_to_keep is not None and jax.process_index() == 0:
+            for step in self.all_steps()[: -self._max_to_keep]:
+                document.delete(self._directory / str(step))
 
 
 def save(
@@ -230,10 +258,17 @@ def restore(
     opt_state: Any = None,
     extras: Any = None,
     step: int | None = None,
+    migrate: bool = False,
 ) -> Restored:
     """Restores one step, the latest if not said; `Manager.restore` says what the arguments are."""
     with Manager(directory, recipe=recipe) as manager:
-        return manager.restore(variables, opt_state=opt_state, extras=extras, step=step)
+        return manager.restore(variables, opt_state=opt_state, extras=extras, step=step, migrate=migrate)
+
+
+def describe(directory: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
+    """The document of a step (the latest if None): recipe, items, checksums, settings of determinism, what wrote it."""
+    with Manager(directory, recipe=None) as manager:
+        return manager.describe(step)
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:

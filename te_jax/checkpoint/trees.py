@@ -19,6 +19,11 @@ from te_jax.errors import check_type, check_value, message
 _SHOWN = 6  # leaves named in an error
 
 
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves by their paths, joined by "/"."""
+    return {"/".join(_keys(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def storable(op: str, item: str, tree: Any) -> Any:
     """The tree with leaves that orbax stores: typed random keys as their data, NumPy scalars as arrays.
 
@@ -50,7 +55,11 @@ def abstract(tree: Any) -> Any:
     def convert(leaf: Any) -> Any:
         if _is_key(leaf):
             data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-            return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=_default_sharding())
+            # A key's data has one dimension more, which no mesh axis splits.
+            named = isinstance(leaf.sharding, jax.sharding.NamedSharding)
+            return jax.ShapeDtypeStruct(
+                data.shape, data.dtype, sharding=leaf.sharding if named else _default_sharding()
+            )
         if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or _default_sharding())
         return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
@@ -59,23 +68,20 @@ def abstract(tree: Any) -> Any:
 
 
 def restored(tree: Any, target: Any) -> Any:
-    """The tree as the target has it: random keys typed again, on the target's sharding; every leaf is concrete."""
+    """The tree as the target has it: random keys typed again, on the target's sharding."""
 
-    def convert(path: Any, leaf: Any, wanted: Any) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct) or leaf is ...:
-            raise RuntimeError(message("checkpoint.restore", "/".join(_keys(path)), "an array", repr(leaf)))
+    def convert(leaf: Any, wanted: Any) -> Any:
         if _is_key(wanted):
             keys = jax.random.wrap_key_data(leaf, impl=_key_impl(wanted))
             return jax.device_put(keys, wanted.sharding) if wanted.sharding else keys
         return leaf[()] if isinstance(wanted, np.generic) else leaf
 
-    return jax.tree_util.tree_map_with_path(convert, tree, target)
+    return jax.tree.map(convert, tree, target)
 
 
 def check_matches(item: str, metadata: Any, target: Any) -> None:
     """Raises a ValueError naming each leaf where the stored item and the target differ in name, shape or dtype."""
-    stored = {"/".join(_keys(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(metadata)}
-    wanted = {"/".join(_keys(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(target)}
+    stored, wanted = named_leaves(metadata), named_leaves(target)
     problems = [
         message(
             "checkpoint.restore", f"{item}/{name}", f"{_describe(stored[name])} (checkpoint)", "no such leaf (target)"
@@ -92,10 +98,21 @@ def check_matches(item: str, metadata: Any, target: Any) -> None:
         have, want = _describe(stored[name]), _describe(wanted[name])
         if have != want:
             problems.append(message("checkpoint.restore", f"{item}/{name}", f"{have} (checkpoint)", f"{want} (target)"))
+    check_none(sorted(problems))
+
+
+def check_none(problems: list[str]) -> None:
+    """Raises a ValueError with the first of them unless there are none."""
     if problems:
-        problems = sorted(problems)
         more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise ValueError("\n".join(problems[:_SHOWN] + more))
+
+
+def check_concrete(item: str, tree: Any) -> None:
+    """Raises unless every leaf is there: orbax has placeholders for some that it doesn't find."""
+    for name, leaf in named_leaves(tree).items():
+        if isinstance(leaf, jax.ShapeDtypeStruct) or leaf is ...:
+            raise RuntimeError(message("checkpoint.restore", f"{item}/{name}", "an array", repr(leaf)))
 
 
 def _describe(leaf: Any) -> str:

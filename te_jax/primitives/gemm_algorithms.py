@@ -29,6 +29,8 @@ from te_jax.primitives import library
 FORMAT = 1
 _KEPT = ("algorithm", "time_us", "first_us", "candidates")
 
+_setting: str | None = None  # what `use` said last
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmAlgorithm:
@@ -61,9 +63,25 @@ def use(algorithms: str) -> None:
     """
     known = config.GEMM_ALGORITHMS
     errors.check_value(algorithms in known, "gemm_algorithms.use", "algorithms", " or ".join(known), repr(algorithms))
+    global _setting
     module = _register()
+    _setting = algorithms
     if module is not None:
         module.set_gemm_timing(algorithms == "timed")
+
+
+def determinism() -> dict[str, Any]:
+    """What decides whether this process repeats another one's results bit for bit on CUDA, as JSON can hold it.
+
+    Returns:
+      "gemm_algorithms": "timed" or "first"; "gemm_algorithms_file": a path or None; "xla_flags": {name: value} of the
+      flags of XLA_FLAGS that choose what XLA's autotuning does. docs/numerics.md says which settings repeat.
+    """
+    return {
+        "gemm_algorithms": _setting or config.gemm_algorithms(),
+        "gemm_algorithms_file": config.gemm_algorithms_file(),
+        "xla_flags": config.xla_flags_of_determinism(),
+    }
 
 
 def report() -> list[GemmAlgorithm]:
