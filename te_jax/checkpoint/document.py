@@ -70,6 +70,8 @@ def why_incomplete(folder: epath.Path) -> str | None:
     """Why a step folder can't be restored, or None if it can. Looks at the presence of files, not at the arrays."""
     if not folder.exists():
         return "no such folder"
+    if is_half_deleted(folder):
+        return "it was being deleted"
     if not (folder / "_CHECKPOINT_METADATA").exists():
         return "no _CHECKPOINT_METADATA: it was not written to its end"
     try:

@@ -1,0 +1,74 @@
+"""Several processes save one checkpoint together; any number of processes restores it, on any mesh."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import two_processes
+from jax.sharding import Mesh
+from two_processes import RECIPE
+
+from te_jax import checkpoint
+from te_jax.testing.compare import assert_trees_identical
+
+SECONDS = 120  # for both; they take about ten
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]
+
+
+def run_both(directory):
+    """Starts the two processes; whatever happens, none is left."""
+    program = pathlib.Path(two_processes.__file__)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    port = free_port()
+    both = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(directory), str(port), str(process)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=SECONDS)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+    for process, output in zip(both, outputs, strict=True):
+        assert process.returncode == 0, "\n\n".join(outputs)
+        assert output.endswith("done\n"), output
+
+
+def test_two_processes(tmp_path):
+    row = Mesh(np.array(jax.devices()[:4]).reshape(4, 1), ("data", "model"))
+    variables, opt_state = two_processes.placed(two_processes.content(0), row)
+    checkpoint.save(tmp_path, 0, variables, recipe=RECIPE, opt_state=opt_state, extras=two_processes.extras(0))
+    run_both(tmp_path)
+
+    assert checkpoint.latest_step(tmp_path) == 3
+    assert checkpoint.describe(tmp_path)["written_by"]["processes"] == 2
+    square = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    on_one = jax.tree.map(jnp.zeros_like, two_processes.content(0))
+    for target in (on_one, two_processes.abstract(two_processes.content(0), square)):
+        out = checkpoint.restore(
+            tmp_path, target[0], recipe=RECIPE, opt_state=target[1], extras=two_processes.extras(0)
+        )
+        assert_trees_identical((out.variables, out.opt_state), two_processes.content(3))
+        assert out.extras["position"] == 3
+    kernel = out.variables["params"]["kernel"]
+    assert kernel.sharding.mesh == square
+    with pytest.raises(AssertionError):  # the comparison of parts that the processes do can fail
+        two_processes.check(kernel, two_processes.content(2)[0]["params"]["kernel"])
