@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ logger = logging.getLogger("te_jax.checkpoint")
 
 def make(recipe: Recipe | None, items: Mapping[str, Any]) -> dict[str, Any]:
     """The document of a checkpoint of these trees."""
-    return {
+    document = {
         "format_version": FORMAT_VERSION,
         "recipe": None if recipe is None else recipe.to_json(),
         "items": sorted(items),
@@ -53,17 +54,25 @@ def make(recipe: Recipe | None, items: Mapping[str, Any]) -> dict[str, Any]:
             "processes": jax.process_count(),
         },
     }
+    return {**document, "crc32": _crc32(document)}
 
 
 def read(folder: epath.Path) -> dict[str, Any]:
     """The document of a complete step folder, in the present format version.
 
     Raises:
-      ValueError: there is no such folder, it is not complete, or a newer version of te_jax wrote it.
+      ValueError: there is no such folder, it is not complete, it is damaged, or a newer version of te_jax wrote it.
     """
     why = why_incomplete(folder)
     check_value(why is None, "checkpoint.restore", "step", f"a complete checkpoint at {folder}", why)
-    return versions.upgrade(json.loads((folder / DOCUMENT / "metadata").read_text()), folder)
+    path = folder / DOCUMENT / "metadata"
+    document = json.loads(path.read_text())
+    present = versions.upgrade(document, folder)
+    if document["format_version"] >= 2:
+        crc32 = _crc32({name: value for name, value in document.items() if name != "crc32"})
+        got = f"{document.get('crc32')} in it: it is damaged"
+        check_value(document.get("crc32") == crc32, "checkpoint.restore", str(path), f"its CRC-32 {crc32}", got)
+    return present
 
 
 def why_incomplete(folder: epath.Path) -> str | None:
@@ -86,13 +95,18 @@ def why_incomplete(folder: epath.Path) -> str | None:
 
 
 def delete(folder: epath.Path) -> None:
-    """Deletes a step. Its document goes first and its folder last, so that half of a step is never taken for one."""
+    """Deletes a step.
+
+    Its document goes first, so that half of a step is never taken for one. What was the document is the last file to
+    go: it says that the rest may go too.
+    """
     document = folder / DOCUMENT / "metadata"
     if document.exists():
         document.rename(folder / DOCUMENT / _DELETED)
-    for child in folder.iterdir():
-        if child.name != DOCUMENT:
-            child.rmtree() if child.is_dir() else child.unlink()
+    others = [child for child in folder.iterdir() if child.name != DOCUMENT]
+    others += [child for child in (folder / DOCUMENT).iterdir() if child.name != _DELETED]
+    for child in others:
+        child.rmtree() if child.is_dir() else child.unlink()
     folder.rmtree()
 
 
@@ -115,6 +129,10 @@ def steps(directory: epath.Path) -> list[int]:
         else:
             logger.warning("te_jax.checkpoint: ignoring %s: %s", folder, why)
     return sorted(found)
+
+
+def _crc32(document: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
 
 def recipe_of(document: Mapping[str, Any]) -> Recipe | None:

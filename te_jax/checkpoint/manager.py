@@ -221,6 +221,9 @@ class Manager:
         for folder in list(self._directory.iterdir()):
             if folder.is_dir() and folder.name.isdecimal() and int(folder.name) not in good:
                 if document.is_half_deleted(folder):
+                    document.delete(folder)
+                    continue
+                if not any(path.is_file() for path in folder.rglob("*")):  # the very end of a deletion
                     folder.rmtree()
                     continue
                 aside = self._directory / f"{folder.name}.incomplete"

@@ -3,7 +3,7 @@
 | version | what it added |
 |---|---|
 | 1 | items of orbax, recipe, GEMM algorithms, what wrote it |
-| 2 | a checksum of every leaf; which settings of determinism the run had |
+| 2 | checksums of every leaf and of the document; which settings of determinism the run had |
 
 A new version adds a function here, that makes its document from the one before, and a stored checkpoint to tests/data.
 """

@@ -92,6 +92,7 @@ def test_half_of_a_step_that_was_being_deleted(tmp_path):
         checkpoint.save(tmp_path, step, variables, recipe=None)
     folder = tmp_path / "1"
     (folder / "te_jax" / "metadata").rename(folder / "te_jax" / "deleted")
+    (tmp_path / "0" / "te_jax").mkdir(parents=True)  # and only folders of another
     with checkpoint.Manager(tmp_path, recipe=None) as manager:
         assert manager.all_steps() == [2]
         with pytest.raises(ValueError, match=r"step: expected a complete checkpoint at .*/1, got it was being deleted"):
