@@ -56,6 +56,16 @@ def test_says_what_attention_is(monkeypatch):
         assert all("custom calls are disabled" in line for line in doctor._attention())
 
 
+def test_says_what_decides_whether_results_repeat(monkeypatch):
+    monkeypatch.setattr(gemm_algorithms, "_setting", None)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    monkeypatch.setenv("TE_JAX_GEMM_ALGORITHMS", "first")
+    title = "repeating bit for bit"
+    assert section(title) == ["GEMM algorithms: first, file: none", "XLA_FLAGS about it: xla_gpu_autotune_level=0"]
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert section(title)[1] == "XLA_FLAGS about it: none: XLA autotunes anew in every process"
+
+
 def test_says_why_custom_calls_are_off():
     with config.custom_calls(False):
         lines = section("what runs on cpu")

@@ -135,6 +135,14 @@ def _crc32(document: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
 
+def note_determinism(document: Mapping[str, Any], folder: epath.Path) -> None:
+    """Logs, on a GPU, that this process has other settings of determinism than the one that saved."""
+    then, now = document["determinism"], gemm_algorithms.determinism()
+    if then is not None and then != now and jax.default_backend() == "gpu":
+        text = "te_jax.checkpoint: %s was saved with %s, this process has %s: its results may differ in their last bits"
+        logger.warning(text, folder, then, now)
+
+
 def recipe_of(document: Mapping[str, Any]) -> Recipe | None:
     """The recipe in a document."""
     return None if document["recipe"] is None else recipe_from_json(document["recipe"])

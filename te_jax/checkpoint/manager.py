@@ -152,6 +152,7 @@ class Manager:
         algorithms = described["gemm_algorithms"]
         if algorithms.get("devices"):  # so that a run on CUDA goes on with the same algorithms
             gemm_algorithms.load_table(algorithms)
+        document.note_determinism(described, folder)
         targets = _items(variables, opt_state, extras)
         out = {name: trees.restored(loaded[name], tree) for name, tree in targets.items() if name in loaded}
         rest = {"params": out.get("params", variables["params"]), **out.get("collections", {})}

@@ -49,7 +49,9 @@ def train(step, variables, opt_state, key, steps):
     return variables, opt_state, key, losses
 
 
-@pytest.mark.parametrize("recipe", [te.DelayedScaling(amax_history_len=4), te.CurrentScaling(), None])
+@pytest.mark.parametrize(
+    "recipe", [te.DelayedScaling(amax_history_len=4), te.CurrentScaling(), te.BlockScaling(), None], ids=repr
+)
 def test_resume_is_bit_identical(tmp_path, recipe):
     start, step = make(recipe)
     *whole, whole_losses = train(step, *start(), 6)

@@ -3,6 +3,8 @@
 import pathlib
 import re
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -51,3 +53,10 @@ def test_chains(capsys):
     assert "ops_2/Linear(ops_1) + Bias(ops_1): Bias" not in printed
     assert "ops_2/Linear(ops_1): Linear" in printed
     assert "StartResidual(ops_0_0) + RMSNorm(ops_0_1): d-norm+add" in printed
+
+
+def test_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="was trained with DelayedScaling.* the model has CurrentScaling") as said:
+        run("docs/checkpoints.md")
+    assert len(said) == 1

@@ -247,3 +247,30 @@ def test_a_checkpoint_of_another_cublaslt_is_restored_without_them(process, tmp_
         restored = checkpoint.restore(tmp_path, variables, recipe=None)
     assert restored.variables["params"]["kernel"].tolist() == [3.0] * 4
     assert gemm_algorithms.report() == []
+
+
+def test_what_decides_whether_results_repeat_is_in_a_checkpoint(process, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(gemm_algorithms, "_setting", None)
+    monkeypatch.setenv("TE_JAX_GEMM_ALGORITHMS_FILE", "algorithms.json")
+    flags = "--xla_gpu_autotune_level=0 --xla_dump_to=x --xla_gpu_deterministic_ops"
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    process()
+    setting = {
+        "gemm_algorithms": "timed",
+        "gemm_algorithms_file": "algorithms.json",
+        "xla_flags": {"xla_gpu_autotune_level": "0", "xla_gpu_deterministic_ops": ""},
+    }
+    assert gemm_algorithms.determinism() == setting
+    gemm_algorithms.use("first")
+    assert gemm_algorithms.determinism() == {**setting, "gemm_algorithms": "first"}
+
+    variables = {"params": {"kernel": jnp.ones((4,))}}
+    checkpoint.save(tmp_path, 1, variables, recipe=None)
+    assert checkpoint.describe(tmp_path)["determinism"] == gemm_algorithms.determinism()
+    assert "this process has" not in caplog.text
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    checkpoint.restore(tmp_path, variables, recipe=None)
+    assert "this process has" not in caplog.text
+    monkeypatch.setenv("XLA_FLAGS", "")
+    checkpoint.restore(tmp_path, variables, recipe=None)
+    assert f"was saved with {setting | {'gemm_algorithms': 'first'}}, this process has" in caplog.text
