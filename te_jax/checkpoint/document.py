@@ -115,6 +115,11 @@ def is_half_deleted(folder: epath.Path) -> bool:
     return (folder / DOCUMENT / _DELETED).exists()
 
 
+def has_files(folder: epath.Path) -> bool:
+    """Whether there is a file in a folder or in those below it."""
+    return any(has_files(child) if child.is_dir() else True for child in folder.iterdir())
+
+
 def steps(directory: epath.Path) -> list[int]:
     """Steps with a complete checkpoint, ascending. Others are ignored, with a line in the log."""
     if not directory.exists():

@@ -224,7 +224,7 @@ class Manager:
                 if document.is_half_deleted(folder):
                     document.delete(folder)
                     continue
-                if not any(path.is_file() for path in folder.rglob("*")):  # the very end of a deletion
+                if not document.has_files(folder):  # the very end of a deletion
                     folder.rmtree()
                     continue
                 aside = self._directory / f"{folder.name}.incomplete"
