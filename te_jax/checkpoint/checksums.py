@@ -73,6 +73,7 @@ def _places(xp: ModuleType, shape: tuple[int, ...]) -> Any:
 
 
 def _host_words(x: np.ndarray) -> np.ndarray:
+    x = x.astype(x.dtype.newbyteorder("="), copy=False)
     if _is_narrow(x.dtype):
         x = x.astype(np.float32)
     size = x.dtype.itemsize

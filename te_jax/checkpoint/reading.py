@@ -16,6 +16,7 @@ from te_jax.errors import check_value, message
 from te_jax.recipe import DelayedScaling, Recipe
 
 _OP = "checkpoint.restore"
+_HINT = "for a model of another recipe than the checkpoint's: restore(..., recipe=<the model's>, migrate=True)"
 
 logger = logging.getLogger("te_jax.checkpoint")
 
@@ -55,7 +56,8 @@ def check_items(wanted: Mapping[str, Any], described: Mapping[str, Any], folder:
         present, asked = name in items, name in wanted
         expected, got = (f"{'some' if has else 'none'} in" for has in (present, asked))
         ok = present == asked or (dropped and name == "fp8_state" and not asked)
-        check_value(ok, _OP, name, f"{expected} {folder}", f"{got} the target")
+        hint = f" ({_HINT})" if name == "fp8_state" else ""
+        check_value(ok, _OP, name, f"{expected} {folder}", f"{got} the target{hint}")
     for name in wanted:
         got = f"no such item in {folder}, which has {items}"
         check_value(name in items, _OP, name, "a stored item", got)
@@ -68,7 +70,7 @@ def read(folder: epath.Path, described: Mapping[str, Any], wanted: Mapping[str, 
       ValueError: names, shapes or dtypes differ, or an item can't be read or is not what was saved.
     """
     for name, tree in wanted.items():
-        trees.check_matches(name, _metadata(folder, name), tree)
+        trees.check_matches(name, _metadata(folder, name), tree, _HINT if name == "fp8_state" else "")
     # Orbax warns of items without a handler.
     handlers: dict[str, Any] = {document.DOCUMENT: ocp.JsonCheckpointHandler()}
     handlers |= {name: ocp.StandardCheckpointHandler() for name in wanted}

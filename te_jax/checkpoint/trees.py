@@ -7,12 +7,12 @@ are compared before anything is read.
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore
 
 from te_jax.errors import check_type, check_value, message
 
@@ -28,8 +28,8 @@ def storable(op: str, item: str, tree: Any) -> Any:
     """The tree with leaves that orbax stores: typed random keys as their data, NumPy scalars as arrays.
 
     Raises:
-      TypeError: a leaf is not an array or a number.
-      ValueError: a name contains ".".
+      TypeError: a leaf is not an array of a dtype that can be stored, or a number.
+      ValueError: a name contains ".", an array is empty, or an int has more than 64 bits.
     """
 
     def convert(path: Any, leaf: Any) -> Any:
@@ -38,12 +38,26 @@ def storable(op: str, item: str, tree: Any) -> Any:
         if _is_key(leaf):
             return jax.random.key_data(leaf)
         if isinstance(leaf, np.generic):
-            return np.asarray(leaf)
-        ok = isinstance(leaf, (jax.Array, np.ndarray, numbers.Number)) and not isinstance(leaf, jax.core.Tracer)
-        check_type(ok, op, name, "an array or a number", type(leaf).__name__)
+            leaf = np.asarray(leaf)
+        if isinstance(leaf, int):  # True and False too
+            check_value(-(2**63) <= leaf < 2**63, op, name, "an int of 64 bits", leaf)
+        if isinstance(leaf, (int, float)):
+            return leaf
+        ok = isinstance(leaf, (jax.Array, np.ndarray)) and not isinstance(leaf, jax.core.Tracer)
+        check_type(ok, op, name, "an array or a number (bool, int, float)", type(leaf).__name__)
+        check_type(_is_storable(leaf.dtype), op, name, "an array of a dtype that orbax stores", str(leaf.dtype))
+        check_value(leaf.size > 0, op, name, "an array with elements", f"shape {list(leaf.shape)}")
         return leaf
 
     return jax.tree_util.tree_map_with_path(convert, tree)
+
+
+def _is_storable(dtype: Any) -> bool:
+    try:
+        tensorstore.dtype(np.dtype(dtype))
+    except (ValueError, AttributeError, TypeError):  # whatever it says of one that it doesn't know
+        return False
+    return np.dtype(dtype) != np.dtype(object)
 
 
 def abstract(tree: Any) -> Any:
@@ -79,8 +93,12 @@ def restored(tree: Any, target: Any) -> Any:
     return jax.tree.map(convert, tree, target)
 
 
-def check_matches(item: str, metadata: Any, target: Any) -> None:
-    """Raises a ValueError naming each leaf where the stored item and the target differ in name, shape or dtype."""
+def check_matches(item: str, metadata: Any, target: Any, hint: str = "") -> None:
+    """Raises a ValueError naming each leaf where the stored item and the target differ in name, shape or dtype.
+
+    Args:
+      hint: what to do about it, a last line of the error.
+    """
     stored, wanted = named_leaves(metadata), named_leaves(target)
     problems = [
         message(
@@ -98,14 +116,14 @@ def check_matches(item: str, metadata: Any, target: Any) -> None:
         have, want = _describe(stored[name]), _describe(wanted[name])
         if have != want:
             problems.append(message("checkpoint.restore", f"{item}/{name}", f"{have} (checkpoint)", f"{want} (target)"))
-    check_none(sorted(problems))
+    check_none(sorted(problems), hint)
 
 
-def check_none(problems: list[str]) -> None:
+def check_none(problems: list[str], hint: str = "") -> None:
     """Raises a ValueError with the first of them unless there are none."""
     if problems:
         more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        raise ValueError("\n".join(problems[:_SHOWN] + more))
+        raise ValueError("\n".join(problems[:_SHOWN] + more + ([hint] if hint else [])))
 
 
 def check_concrete(item: str, tree: Any) -> None:

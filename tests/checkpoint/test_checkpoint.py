@@ -275,7 +275,14 @@ def _kernel(value):
             r"params/frozen: expected no such leaf \(checkpoint\), got bfloat16\[16, 16\] \(target\)",
         ),
         (lambda v: v.pop("batch_stats"), r"collections: expected some in .*, got none in the target"),
-        (lambda v: v.pop(state.COLLECTION), r"fp8_state: expected some in .*, got none in the target"),
+        (
+            lambda v: v.pop(state.COLLECTION),
+            r"fp8_state: expected some in .*, got none in the target \(for a model of another recipe .*migrate=True\)",
+        ),
+        (
+            lambda v: v[state.COLLECTION].update(mlp=state.init(3, DelayedScaling(amax_history_len=8))),
+            r"(?s)fp8_state/mlp/amax_history: expected float32\[3, 4\] \(checkpoint\), got .*another recipe.*migrate=True",
+        ),
     ],
 )
 def test_mismatches_name_the_leaf(tmp_path, change, match):
@@ -293,13 +300,48 @@ def test_number_of_another_kind(tmp_path):
         checkpoint.restore(tmp_path, variables, recipe=RECIPE, extras={**extras, "position": 1.0})
 
 
-def test_what_cannot_be_saved(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "leaf", "match"),
+    [
+        (TypeError, "x", r"expected an array or a number \(bool, int, float\), got str"),
+        (TypeError, 1j, r"expected an array or a number \(bool, int, float\), got complex"),
+        (TypeError, np.array(["x"]), r"expected an array of a dtype that orbax stores, got <U1"),
+        (TypeError, np.array([{}], object), r"expected an array of a dtype that orbax stores, got object"),
+        (TypeError, jnp.ones(2, jnp.float8_e4m3), r"expected an array of a dtype that orbax stores, got float8_e4m3"),
+        (TypeError, jnp.ones(2, jnp.uint4), r"expected an array of a dtype that orbax stores, got uint4"),
+        (ValueError, jnp.ones((0, 3)), r"expected an array with elements, got shape \[0, 3\]"),
+        (ValueError, 2**63, r"expected an int of 64 bits, got 9223372036854775808"),
+    ],
+)
+def test_leaves_that_cannot_be_saved(tmp_path, error, leaf, match):
+    with pytest.raises(error, match=r"te_jax.checkpoint.save: extras/name: " + match):
+        checkpoint.save(tmp_path, 1, {"params": {"a": jnp.ones(1)}}, recipe=None, extras={"name": leaf})
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_and_dtypes_that_can(tmp_path):
+    extras = {
+        "least": -(2**63),
+        "most": 2**63 - 1,
+        "nan": float("nan"),
+        "swapped": np.arange(3, dtype=">f4"),
+        "double": np.arange(3, dtype=np.complex128),
+        "scalar": np.float64(0.1),
+        "int4": jnp.arange(4).astype(jnp.int4),
+        "float4": jnp.arange(4).astype(jnp.float4_e2m1fn),
+    }
+    checkpoint.save(tmp_path, 1, {"params": {"a": jnp.ones(1)}}, recipe=None, extras=extras)
+    out = checkpoint.restore(tmp_path, {"params": {"a": jnp.ones(1)}}, recipe=None, extras=extras).extras
+    expected = {**extras, "swapped": extras["swapped"].astype("=f4")}
+    assert_trees_identical({**out, "swapped": out["swapped"].astype("=f4")}, expected)
+    assert (out["least"], out["most"]) == (extras["least"], extras["most"])
+
+
+def test_variables_that_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match=r"checkpoint.save: variables: expected a 'params' collection, got \['w'\]"):
         checkpoint.save(tmp_path, 1, {"w": jnp.ones(1)}, recipe=None)
     with pytest.raises(ValueError, match=r"checkpoint.save: params/a\.b: expected names without '\.'"):
         checkpoint.save(tmp_path, 1, {"params": {"a.b": jnp.ones(1)}}, recipe=None)
-    with pytest.raises(TypeError, match=r"checkpoint.save: extras/name: expected an array or a number, got str"):
-        checkpoint.save(tmp_path, 1, {"params": {"a": jnp.ones(1)}}, recipe=None, extras={"name": "x"})
     with pytest.raises(ValueError, match=r"checkpoint.Manager: max_to_keep: expected None or an int >= 1, got 0"):
         checkpoint.Manager(tmp_path, recipe=None, max_to_keep=0)
     assert checkpoint.latest_step(tmp_path) is None
