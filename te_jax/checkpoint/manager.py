@@ -41,8 +41,8 @@ class Manager:
     A save is atomic: it is written beside and renamed once complete, so an interrupted one leaves the last good step.
     Step folders that are not complete are ignored when reading, and moved to `<step>.incomplete` when writing.
 
-    In a run of several processes each makes one, for a directory that all of them see, and each calls `save`, `restore`
-    and `close`, in the same order.
+    One manager writes to a directory at a time. In a run of several processes each makes one, for a directory that all
+    of them see, and each calls `save`, `restore` and `close`, in the same order.
 
     Args:
       directory: folder of the run; made if needed.
@@ -83,8 +83,8 @@ class Manager:
           extras: a tree of arrays and numbers, such as the data position and random keys.
 
         Raises:
-          ValueError: the step is already saved, or a name contains ".", which orbax would confuse.
-          TypeError: a leaf is neither an array nor a number.
+          ValueError: the step is already saved, an array is empty, or a name contains ".", which orbax would confuse.
+          TypeError: a leaf is neither an array that orbax can store nor a number.
         """
         op = "checkpoint.save"
         check_type(isinstance(variables, Mapping), op, "variables", "a dict of collections", type(variables).__name__)
@@ -157,8 +157,8 @@ class Manager:
         out = {name: trees.restored(loaded[name], tree) for name, tree in targets.items() if name in loaded}
         rest = {"params": out.get("params", variables["params"]), **out.get("collections", {})}
         restored = state.merge(rest, out.get("fp8_state", {}))
-        for name, tree in (("opt_state", opt_state), ("extras", extras)):
-            if tree is None and name in described["items"]:
+        for name in [name for name, tree in (("opt_state", opt_state), ("extras", extras)) if tree is None]:
+            if name in described["items"]:
                 expected = f"a target for what {folder} stores ({name}=...)"
                 got = f"None: {name} is not restored"
                 warnings.warn(message("checkpoint.restore", name, expected, got), stacklevel=2)
