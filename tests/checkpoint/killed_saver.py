@@ -29,6 +29,7 @@ from te_jax.testing.compare import assert_trees_identical
 
 RECIPE = DelayedScaling(amax_history_len=4)
 KEEP = 2
+SECONDS = 60  # after which a saver that hangs ends
 
 
 def content(step):
@@ -75,6 +76,7 @@ def one_round(directory, number, rng, durations):
     pid = os.fork()
     if pid == 0:
         os.close(reading)
+        signal.alarm(SECONDS)
         try:
             save_until_killed(directory, number % 2 == 1, lambda text: os.write(writing, f"{text}\n".encode()))
         except BaseException:
@@ -97,7 +99,7 @@ def one_round(directory, number, rng, durations):
     _, status = os.waitpid(pid, 0)
     steps = {what: [int(words[1]) for words in said if words[0] == what] for what in ("restored", "begins", "saved")}
     return {
-        "killed": os.WIFSIGNALED(status),
+        "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
         "restored": steps["restored"][0] if steps["restored"] else None,
         "begun": max(steps["begins"], default=-1),
         "saved": max(steps["saved"], default=-1),

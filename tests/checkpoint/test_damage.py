@@ -60,7 +60,6 @@ def flip(data, rng):
 DAMAGES = {
     "flipped": flip,
     "truncated": lambda data, rng: data[: len(data) // 2],
-    "emptied": lambda data, rng: b"",
     "lost": lambda data, rng: None,
 }
 
