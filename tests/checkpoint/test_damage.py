@@ -1,5 +1,6 @@
 """Damaged checkpoints: an error that names the item, or what was saved; never other bits, and nothing is changed."""
 
+import gc
 import hashlib
 import json
 import shutil
@@ -16,6 +17,14 @@ from te_jax.testing.compare import assert_trees_identical
 
 # Orbax leaves reads unawaited when one of several fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def unawaited_reads():
+    """They are collected, and ignored, with the test that made them."""
+    yield
+    gc.collect()
+
 
 RECIPE = te.DelayedScaling(amax_history_len=4)
 
