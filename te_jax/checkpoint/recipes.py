@@ -139,8 +139,6 @@ def _program(model: DelayedScaling, reset: bool, shardings: tuple) -> Any:
 
 def _resize(leaves: state.Leaves, *, model: DelayedScaling, reset: bool) -> dict[str, jax.Array]:
     history, scale, uses = (leaves[name] for name in ("amax_history", "scale", "uses"))
-    if reset:
-        scale = jnp.where((history != 0).any(-1), scale, 0)
     length, missing = model.amax_history_len, model.amax_history_len - history.shape[-1]
     if missing >= 0:
         history = jnp.concatenate([history, jnp.zeros((*history.shape[:-1], missing), history.dtype)], -1)
@@ -148,11 +146,16 @@ def _resize(leaves: state.Leaves, *, model: DelayedScaling, reset: bool) -> dict
         # Slots after the first are one multiple of amax, whatever was done to the state: c k W, te_jax/quant/state.py.
         rest = history[..., length - 1 :]
         last = jnp.where(_multiple(uses) < 0, rest.min(-1), rest.max(-1))
+        if model.amax_compute_algo == "most_recent" and length == 2:  # the newest, after a step without amax
+            last = jnp.where(history[..., 0] == 0, history[..., 1], last)
         history = jnp.concatenate([history[..., : length - 1], last[..., None]], -1)
     elif _keeps_maximum(model):
-        return _of_one_entry(history, scale, uses)
+        leaves = _of_one_entry(history, scale, uses)
+        history, scale, uses = (leaves[name] for name in ("amax_history", "scale", "uses"))
     else:
         history = history[..., :1]
+    if reset:
+        scale = jnp.where((history != 0).any(-1), scale, 0)
     return {"amax_history": history, "scale": scale, "uses": uses}
 
 

@@ -146,6 +146,21 @@ def test_the_newest_is_kept_where_only_it_counts():
     np.testing.assert_array_equal(history_of(new)[:, 0], AMAX[3])
 
 
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_after_a_step_without_amax(algorithm):
+    """The newest entry is then the second slot."""
+    leaves = step(trained(4), np.zeros(3, np.float32))
+    for length in (1, 2):
+        model = te.DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm)
+        (new,) = checkpoint.migrate_state({"m": leaves}, DELAYED, model, {"m": state.init(3, model)}).values()
+        expected = AMAX.max(0) if algorithm == "max" else AMAX[-1]
+        if algorithm == "most_recent" and length == 1:  # nothing is left of the history: the last scale is kept
+            assert_trees_identical(new, {**leaves, "amax_history": np.zeros((3, 1), np.float32)})
+            continue
+        np.testing.assert_array_equal(history_of(new)[:, 0], expected)
+        np.testing.assert_array_equal(state.read(new, np.float32(448), model).scale, np.float32(448) / expected)
+
+
 def test_a_scale_of_another_format_is_forgotten_where_there_is_no_history():
     leaves = trained(4)
     leaves = {**leaves, "amax_history": leaves["amax_history"].at[1].set(0)}
