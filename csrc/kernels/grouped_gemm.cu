@@ -12,9 +12,9 @@ cudaError_t LaunchAs(const GroupedGemmArgs& args, cudaStream_t stream) {
   const int64_t planes = std::max<int64_t>(args.groups, 1);
   const void* rhs = args.groups == 0 ? args.out : args.rhs;
   const bool columns_b = Config::kColumnsB;
-  if (!MakeGroupedMap<Config>(&a, args.lhs, args.out, 0, args.tokens, args.k, Config::kM) ||
+  if (!MakeGroupedMap<Config>(&a, args.lhs, args.out, 0, args.tokens, args.k, Config::kPartM) ||
       !MakeGroupedMap<Config>(&b, rhs, args.out, planes, columns_b ? args.k : args.n, columns_b ? args.n : args.k,
-                              columns_b ? Config::kK : Config::kN))
+                              columns_b ? Config::kK : Config::kPartN))
     return cudaErrorInvalidValue;
   GroupedParams params{};
   params.tokens = static_cast<int>(args.tokens);
@@ -30,6 +30,7 @@ cudaError_t LaunchAs(const GroupedGemmArgs& args, cudaStream_t stream) {
   params.bias_f32 = args.bias_dtype == DType::kF32;
   params.out_f32 = args.out_dtype == DType::kF32;
   params.out = args.out;
+  // Tiles, of which there are no fewer than works. The last of a group needn't be full.
   const int64_t most = (CeilDiv(args.tokens, Config::kM) + args.groups) * CeilDiv(args.n, Config::kN);
   return LaunchGroupedKernel<Config>(a, b, params, most, stream);
 }

@@ -39,8 +39,11 @@ __device__ inline void AddC(float (&sums)[kCount], const Out* c, const FragmentP
 template <class Config, class Out>
 __device__ inline void FinishAs(float (&sums)[Config::kN / 2], const GroupedParams& p, const GroupedTile& tile,
                                 const FragmentPlace& at, int lane) {
-  const int64_t offset = Config::kRagged == Ragged::kRows ? 0 : int64_t{tile.group} * p.m * p.n;
-  if (p.c != nullptr) AddC(sums, static_cast<const Out*>(p.c) + offset, at, lane);
+  int64_t offset = 0;
+  if constexpr (Config::kRagged == Ragged::kContraction) {
+    offset = int64_t{tile.group} * p.m * p.n;
+    if (p.c != nullptr) AddC(sums, static_cast<const Out*>(p.c) + offset, at, lane);
+  }
   WriteFragment(sums, static_cast<Out*>(p.out) + offset, at, lane);
 }
 

@@ -35,37 +35,77 @@ struct GroupedStages {
   __device__ uint32_t Empty(int stage) const { return empty + 8 * stage; }
 };
 
-// Copies the stages of one tile after the other. By one thread.
+// A box to this block, or to both of the cluster.
+template <class... Places>
+__device__ inline void LoadBoxOf(bool both, const CUtensorMap* map, uint32_t target, uint32_t barrier,
+                                 Places... places) {
+  if (both) hopper::LoadBoxTo(0b11, map, target, barrier, places...);
+  else hopper::LoadBox(map, target, barrier, places...);
+}
+// One of the kCluster parts of a stage's a, which is kPartM rows, or b.
+template <class Config>
+__device__ inline void LoadA(bool both, int part, const CUtensorMap* map, uint32_t stage, uint32_t barrier,
+                             const GroupedTile& tile, int k) {
+  const uint32_t target = stage + part * (Config::kBytesA / Config::kCluster);
+  const int row = tile.row + part * Config::kPartM;
+  if constexpr (Config::kColumnsA) {
+#pragma unroll
+    for (int i = 0; i < Config::kPartM / 64; ++i)
+      LoadBoxOf(both, map, target + i * Config::kBoxBytes, barrier, row + 64 * i, k);
+  } else {
+    LoadBoxOf(both, map, target, barrier, k, row);
+  }
+}
+template <class Config>
+__device__ inline void LoadB(bool both, int part, const CUtensorMap* map, uint32_t stage, uint32_t barrier,
+                             const GroupedTile& tile, int k) {
+  constexpr bool kRows = Config::kRagged == Ragged::kRows;
+  const uint32_t target = stage + Config::kBytesA + part * (Config::kBytesB / Config::kCluster);
+  const int column = tile.column + part * Config::kPartN;
+  if constexpr (Config::kColumnsB) {
+#pragma unroll
+    for (int i = 0; i < Config::kPartN / 64; ++i) {
+      const uint32_t box = target + i * Config::kBoxBytes;
+      if constexpr (kRows) LoadBoxOf(both, map, box, barrier, column + 64 * i, k, tile.group);
+      else LoadBoxOf(both, map, box, barrier, column + 64 * i, k);
+    }
+  } else {
+    if constexpr (kRows) LoadBoxOf(both, map, target, barrier, k, column, tile.group);
+    else LoadBoxOf(both, map, target, barrier, k, column);
+  }
+}
+
+// Copies the stages of one tile after the other. By one warp, of which one lane copies. The blocks of a cluster go
+// through the same stages: each loads half of what they share to both, when both have room for it.
 template <class Config>
 __device__ inline void LoadTiles(const CUtensorMap* map_a, const CUtensorMap* map_b, GroupedTiles<Config> tiles,
                                  const GroupedStages<Config>& stages) {
   using namespace hopper;
-  constexpr bool kRows = Config::kRagged == Ragged::kRows;
+  const int rank = blockIdx.x % Config::kCluster;
   RingPlace<Config::kStages> place;
   for (GroupedTile tile; tiles.Next(tile);) {
+    if (threadIdx.x % kWarp != 0) continue;  // if only that lane came here, ptxas would spill
+    // The lower half of a's rows, if all are of the next group, is neither loaded nor multiplied.
+    const bool lower = Config::kCluster == 1 || tile.row + Config::kPartM < tile.row_end;
+    const uint32_t bytes = Config::kStageBytes - (lower ? 0 : Config::kBytesA / 2);
     for (int done = 0; done < tile.k_size; done += Config::kK, place.Next()) {
       const int k = tile.k_start + done;
       Wait(stages.Empty(place.stage), place.parity ^ 1);
-      const uint32_t barrier = stages.Full(place.stage);
-      const uint32_t a = SharedAddress(stages.Stage(place.stage)), b = a + Config::kBytesA;
-      ArriveExpect(barrier, Config::kStageBytes);
-      if constexpr (Config::kColumnsA) {
-#pragma unroll
-        for (int i = 0; i < Config::kM / 64; ++i)
-          LoadBox(map_a, a + i * Config::kBoxBytes, barrier, tile.row + 64 * i, k);
+      const uint32_t barrier = stages.Full(place.stage), stage = SharedAddress(stages.Stage(place.stage));
+      const auto load_a = [&](bool both, int part) { LoadA<Config>(both, part, map_a, stage, barrier, tile, k); };
+      const auto load_b = [&](bool both, int part) { LoadB<Config>(both, part, map_b, stage, barrier, tile, k); };
+      ArriveExpect(barrier, bytes);
+      if constexpr (Config::kCluster == 1) {
+        load_a(false, 0);
+        load_b(false, 0);
+      } else if (tile.share_b) {
+        load_a(false, 0);
+        if (lower) load_a(false, 1);
+        load_b(true, rank);
       } else {
-        LoadBox(map_a, a, barrier, k, tile.row);
-      }
-      if constexpr (Config::kColumnsB) {
-#pragma unroll
-        for (int i = 0; i < Config::kN / 64; ++i) {
-          const uint32_t box = b + i * Config::kBoxBytes;
-          if constexpr (kRows) LoadBox(map_b, box, barrier, tile.column + 64 * i, k, tile.group);
-          else LoadBox(map_b, box, barrier, tile.column + 64 * i, k);
-        }
-      } else {
-        if constexpr (kRows) LoadBox(map_b, b, barrier, k, tile.column, tile.group);
-        else LoadBox(map_b, b, barrier, k, tile.column);
+        if (rank == 0 || lower) load_a(true, rank);
+        load_b(false, 0);
+        load_b(false, 1);
       }
     }
   }
@@ -269,7 +309,12 @@ class GroupedMath {
   }
   __device__ void Release(int stage) const {
     __syncwarp();
-    if (threadIdx.x % kWarp == 0) hopper::Arrive(stages_.Empty(stage));
+    const int lane = threadIdx.x % kWarp;
+    if constexpr (Config::kCluster == 1) {
+      if (lane == 0) hopper::Arrive(stages_.Empty(stage));
+    } else {
+      if (lane < Config::kCluster) hopper::ArriveIn(lane, stages_.Empty(stage));  // whoever loads to here
+    }
   }
 
   const GroupedStages<Config>& stages_;
@@ -278,7 +323,7 @@ class GroupedMath {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+__global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)
     GroupedGemmKernel(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
                       const __grid_constant__ GroupedParams p) {
   using namespace hopper;
@@ -296,21 +341,22 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     PrefetchMap(&map_b);
     for (int i = 0; i < Config::kStages; ++i) {
       InitBarrier(stages.Full(i), 1);
-      InitBarrier(stages.Empty(i), Config::kMathThreads / kWarp);  // one arrival a warp
+      InitBarrier(stages.Empty(i), Config::kCluster * Config::kMathThreads / kWarp);  // one arrival a warp
     }
     FenceBarrierInit();
   }
   AwaitPredecessor();
-  if (warp == 0) table.Fill(p, Config::kM);
+  if (warp == 0) table.Fill<Config>(p);
   else if (warp < 3) reinterpret_cast<uint4*>(zeros)[threadIdx.x - kWarp] = make_uint4(0, 0, 0, 0);
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  __syncthreads();
+  if constexpr (Config::kCluster == 1) __syncthreads();
+  else SyncCluster();
 
   GroupedTiles<Config> tiles(p, table);
   const int group = warp / 4;  // the last one loads
   if (group == 2) {
     ShrinkRegisters<Config::kLoadRegisters>();
-    if (threadIdx.x == Config::kMathThreads) LoadTiles<Config>(&map_a, &map_b, tiles, stages);
+    if (warp == Config::kMathThreads / kWarp) LoadTiles<Config>(&map_a, &map_b, tiles, stages);
     return;
   }
   GrowRegisters<Config::kMathRegisters>();
@@ -320,6 +366,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     math.Multiply(tile, sums);
     Finish<Config>(sums, p, tile, group * 64 + warp % 4 * 16);
   }
+  // The other block loads to here, and arrives at barriers here, until it is done.
+  if constexpr (Config::kCluster > 1) SyncCluster();
 }
 
 }  // namespace te_jax::kernels

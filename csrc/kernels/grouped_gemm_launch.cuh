@@ -24,7 +24,7 @@ bool MakeGroupedMap(CUtensorMap* map, const void* data, const void* any, int64_t
 }
 
 template <class Config>
-cudaError_t LaunchGroupedKernel(const CUtensorMap& a, const CUtensorMap& b, const GroupedParams& params, int64_t tiles,
+cudaError_t LaunchGroupedKernel(const CUtensorMap& a, const CUtensorMap& b, const GroupedParams& params, int64_t works,
                                 cudaStream_t stream) {
   int device = 0, multiprocessors = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -34,7 +34,8 @@ cudaError_t LaunchGroupedKernel(const CUtensorMap& a, const CUtensorMap& b, cons
   if (error == cudaSuccess)
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
   if (error != cudaSuccess) return error;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors));
+  const int64_t clusters = std::min<int64_t>(works, multiprocessors / Config::kCluster);
+  const auto blocks = static_cast<unsigned>(Config::kCluster * clusters);
   return LaunchWithShared(kernel, dim3(blocks), Config::kThreads, Config::kSharedBytes, stream, a, b, params);
 }
 

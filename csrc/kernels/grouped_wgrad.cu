@@ -12,7 +12,8 @@ cudaError_t LaunchAs(const GroupedWgradArgs& args, cudaStream_t stream) {
                ? MakeGroupedMap<Config>(result, data, args.out, 0, args.tokens, features, Config::kK)
                : MakeGroupedMap<Config>(result, data, args.out, 0, features, PaddedTokens(args.tokens), box_features);
   };
-  if (!map(&a, args.lhs, args.m, Config::kM) || !map(&b, args.rhs, args.n, Config::kN)) return cudaErrorInvalidValue;
+  if (!map(&a, args.lhs, args.m, Config::kPartM) || !map(&b, args.rhs, args.n, Config::kPartN))
+    return cudaErrorInvalidValue;
   GroupedParams params{};
   params.tokens = static_cast<int>(args.tokens);
   params.m = static_cast<int>(args.m);
@@ -26,8 +27,8 @@ cudaError_t LaunchAs(const GroupedWgradArgs& args, cudaStream_t stream) {
   params.c = args.c;
   params.out_f32 = args.out_dtype == DType::kF32;
   params.out = args.out;
-  const int64_t tiles = args.groups * CeilDiv(args.m, Config::kM) * CeilDiv(args.n, Config::kN);
-  return LaunchGroupedKernel<Config>(a, b, params, tiles, stream);
+  const int64_t works = args.groups * WorksOf<Config>(CeilDiv(args.m, Config::kM), CeilDiv(args.n, Config::kN));
+  return LaunchGroupedKernel<Config>(a, b, params, works, stream);
 }
 
 template <DType kA, DType kB, bool kFast>

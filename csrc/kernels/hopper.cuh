@@ -51,6 +51,23 @@ __device__ inline void Wait(uint32_t barrier, uint32_t parity) {
 #endif
 }
 
+// ---- clusters of blocks ----
+// The address of what is at `address` in this block, in the block of that rank.
+__device__ inline uint32_t AddressIn(uint32_t rank, uint32_t address) {
+  uint32_t result;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(address), "r"(rank));
+  return result;
+}
+// At a barrier of any block of the cluster.
+__device__ inline void ArriveIn(uint32_t rank, uint32_t barrier) {
+  const uint32_t address = AddressIn(rank, barrier);
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
+}
+// All threads of the cluster that haven't ended meet here.
+__device__ inline void SyncCluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // ---- bulk tensor copies ----
 __device__ inline void PrefetchMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -69,6 +86,24 @@ __device__ inline void LoadBox(const CUtensorMap* map, uint32_t target, uint32_t
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+// The same to the blocks of the cluster whose bits `ranks` has, at the same addresses in each.
+__device__ inline void LoadBoxTo(uint16_t ranks, const CUtensorMap* map, uint32_t target, uint32_t barrier, int x,
+                                 int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%4, %5}], [%2], %3;" ::"r"(target),
+      "l"(map), "r"(barrier), "h"(ranks), "r"(x), "r"(y)
+      : "memory");
+}
+__device__ inline void LoadBoxTo(uint16_t ranks, const CUtensorMap* map, uint32_t target, uint32_t barrier, int x,
+                                 int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(target),
+      "l"(map), "r"(barrier), "h"(ranks), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
 
