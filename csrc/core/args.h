@@ -87,14 +87,22 @@ struct NormGradArgs {
   float* dbeta = nullptr;       // [cols] out, LayerNorm only
 };
 
-enum class ActivationKind : int32_t { kGELU, kSiLU, kReLU, kGEGLU, kSwiGLU };
-constexpr bool IsGated(ActivationKind kind) {
-  return kind == ActivationKind::kGEGLU || kind == ActivationKind::kSwiGLU;
-}
+enum class ActivationFunction : int32_t { kGELU, kSiLU, kReLU, kSquaredReLU, kSigmoid };
+
+// y = act(x). Gated, g and u the halves of x: y = act(g) u; clamped: y = act(min(g, limit)) (u' + linear_offset) with
+// u' = u clamped to +-limit. At a limit itself a clamp has the slope 1.
+struct ActivationDesc {
+  ActivationFunction function = ActivationFunction::kSiLU;
+  bool gated = false;
+  bool gate_second = false;  // g is the second half of x instead of the first
+  bool clamped = false;      // gated only
+  float alpha = 1.0f;        // kSiLU: x sigmoid(alpha x)
+  float limit = 0.0f, linear_offset = 0.0f;
+};
 
 struct ActivationArgs {
   int64_t rows = 0, cols = 0;  // of the result; x is [rows, 2 * cols] when gated
-  ActivationKind kind = ActivationKind::kSiLU;
+  ActivationDesc activation;
   DType x_dtype = DType::kBF16;
   const void* x = nullptr;
   QuantizedOut out;
@@ -102,7 +110,7 @@ struct ActivationArgs {
 
 struct ActivationGradArgs {
   int64_t rows = 0, cols = 0;  // of dy; x and the result are [rows, 2 * cols] when gated
-  ActivationKind kind = ActivationKind::kSiLU;
+  ActivationDesc activation;
   DType x_dtype = DType::kBF16;  // of dy, x and the result
   const void* dy = nullptr;
   const void* x = nullptr;

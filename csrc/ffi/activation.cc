@@ -9,14 +9,48 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-ActivationKind DecodeKind(Operands& operands, std::string_view text) {
-  if (text == "gelu") return ActivationKind::kGELU;
-  if (text == "silu") return ActivationKind::kSiLU;
-  if (text == "relu") return ActivationKind::kReLU;
-  if (text == "geglu") return ActivationKind::kGEGLU;
-  if (text == "swiglu") return ActivationKind::kSwiGLU;
-  operands.Expect(false, "kind", "gelu, silu, relu, geglu or swiglu", text);
-  return ActivationKind::kReLU;
+constexpr float kQuickGELUAlpha = 1.702f;
+
+struct Kind {
+  std::string_view name;
+  ActivationDesc activation;
+};
+
+// Called as in te_jax/primitives/spec.py.
+constexpr Kind kKinds[] = {
+    {"gelu", {ActivationFunction::kGELU}},
+    {"silu", {ActivationFunction::kSiLU}},
+    {"relu", {ActivationFunction::kReLU}},
+    {"quick_gelu", {ActivationFunction::kSiLU, false, false, false, kQuickGELUAlpha}},
+    {"squared_relu", {ActivationFunction::kSquaredReLU}},
+    {"geglu", {ActivationFunction::kGELU, true}},
+    {"swiglu", {ActivationFunction::kSiLU, true}},
+    {"glu", {ActivationFunction::kSigmoid, true}},
+    {"reglu", {ActivationFunction::kReLU, true}},
+    {"qgeglu", {ActivationFunction::kSiLU, true, false, false, kQuickGELUAlpha}},
+    {"sreglu", {ActivationFunction::kSquaredReLU, true}},
+    {"clamped_swiglu", {ActivationFunction::kSiLU, true, false, true}},
+};
+
+ActivationDesc DecodeDesc(Operands& operands, const ActivationSpec& spec) {
+  std::string names;
+  for (const Kind& kind : kKinds) {
+    if (kind.name != spec.kind) {
+      names += (names.empty() ? "" : ", ") + std::string(kind.name);
+      continue;
+    }
+    ActivationDesc out = kind.activation;
+    operands.Expect(out.gated || !spec.gate_second, "gate_second", "false for an activation without a gate", "true");
+    out.gate_second = spec.gate_second;
+    if (!out.clamped) return out;
+    operands.Expect(spec.limit > 0.0f, "limit", "a positive number", std::to_string(spec.limit));
+    out.limit = spec.limit;
+    out.alpha = spec.alpha;
+    out.linear_offset = spec.linear_offset;
+    return out;
+  }
+  operands.Expect(false, "kind", names, spec.kind);
+  return {};
 }
 
 }  // namespace
@@ -25,10 +59,10 @@ ffi::ErrorOr<ActivationArgs> DecodeActivation(const ffi::RemainingArgs& args, co
                                               const ActivationSpec& spec) {
   Operands operands("activation", args, rets);
   ActivationArgs out;
-  out.kind = DecodeKind(operands, spec.kind);
+  out.activation = DecodeDesc(operands, spec);
   const Array x = operands.Arg("x", kHighPrecision);
   Shape shape = x.shape;  // of the result
-  if (operands.ok() && IsGated(out.kind) && !shape.empty()) {
+  if (operands.ok() && out.activation.gated && !shape.empty()) {
     operands.Expect(shape.back() % 2 == 0, "x's last dimension of a gated activation", "an even number",
                     std::to_string(shape.back()));
     shape.back() /= 2;
@@ -46,16 +80,16 @@ ffi::ErrorOr<ActivationGradArgs> DecodeActivationGrad(const ffi::RemainingArgs& 
                                                       const ActivationGradSpec& spec) {
   Operands operands("activation_grad", args, rets);
   ActivationGradArgs out;
-  out.kind = DecodeKind(operands, spec.kind);
+  out.activation = DecodeDesc(operands, spec);
   const Array dy = operands.Arg("dy", kHighPrecision);
   DecodeRows(operands, spec, dy.shape, &out.rows, &out.cols);
   Shape shape = dy.shape;  // of x and the result
-  if (operands.ok() && IsGated(out.kind)) shape.back() *= 2;
+  if (operands.ok() && out.activation.gated) shape.back() *= 2;
   out.x_dtype = dy.dtype;
   out.dy = dy.data;
   out.x = operands.ArgOf("x", dy.dtype, shape);
   out.out = DecodeQuantized(operands, spec, dy.dtype, shape);
-  if (operands.ok() && IsGated(out.kind) && out.out.scaling != Scaling::kTensor) {
+  if (operands.ok() && out.activation.gated && out.out.scaling != Scaling::kTensor) {
     operands.Expect(out.cols % kBlock == 0, "dy's last dimension of a gated activation in blocks", "a multiple of 128",
                     std::to_string(out.cols));
   }

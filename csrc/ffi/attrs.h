@@ -39,11 +39,11 @@ struct NormGradSpec {
 
 struct ActivationSpec : QuantizingSpec {
   std::string_view kind;
+  bool gate_second;
+  float limit = 7.0f, alpha = 1.702f, linear_offset = 1.0f;
 };
 
-struct ActivationGradSpec : QuantizingSpec {
-  std::string_view kind;
-};
+struct ActivationGradSpec : ActivationSpec {};
 
 struct DequantizeSpec {
   std::string_view out_dtype;
@@ -81,16 +81,18 @@ struct ScaleWriteSpec {
       StructMember<int64_t>("margin"), StructMember<bool>("power_of_two"), StructMember<bool>("if_unseeded"), \
       StructMember<std::string_view>("dbias_dtype"), StructMember<std::string_view>("scaling")
 
+#define TE_JAX_ACTIVATION_MEMBERS                                                                           \
+  TE_JAX_QUANTIZING_MEMBERS, StructMember<std::string_view>("kind"), StructMember<bool>("gate_second"),     \
+      StructMember<float>("limit"), StructMember<float>("alpha"), StructMember<float>("linear_offset")
+
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::QuantizeSpec, TE_JAX_QUANTIZING_MEMBERS);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::NormSpec, TE_JAX_QUANTIZING_MEMBERS,
                                       StructMember<std::string_view>("kind"), StructMember<float>("epsilon"),
                                       StructMember<bool>("zero_centered_gamma"), StructMember<bool>("stats"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::NormGradSpec, StructMember<std::string_view>("kind"),
                                       StructMember<bool>("zero_centered_gamma"), StructMember<bool>("residual"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ActivationSpec, TE_JAX_QUANTIZING_MEMBERS,
-                                      StructMember<std::string_view>("kind"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ActivationGradSpec, TE_JAX_QUANTIZING_MEMBERS,
-                                      StructMember<std::string_view>("kind"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ActivationSpec, TE_JAX_ACTIVATION_MEMBERS);
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ActivationGradSpec, TE_JAX_ACTIVATION_MEMBERS);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::DequantizeSpec, StructMember<std::string_view>("out_dtype"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::GemmSpec, StructMember<bool>("fp8"),
                                       StructMember<int64_t>("contract_dims"),
@@ -108,6 +110,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ScaleWriteSpec, StructMember<std::
                                       StructMember<int64_t>("margin"), StructMember<bool>("most_recent"),
                                       StructMember<std::string_view>("used"));
 
+#undef TE_JAX_ACTIVATION_MEMBERS
 #undef TE_JAX_QUANTIZING_MEMBERS
 
 #endif  // TE_JAX_FFI_ATTRS_H_

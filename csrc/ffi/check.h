@@ -39,6 +39,8 @@ class Operands {
   Operands(std::string_view op, const xla::ffi::RemainingArgs& args, const xla::ffi::RemainingRets& rets)
       : op_(op), args_(args), rets_(rets) {}
 
+  std::string_view op() const { return op_; }
+
   // The next operand (Arg) or result (Ret), of any shape and one of the dtypes.
   Array Arg(std::string_view name, std::initializer_list<DType> dtypes);
   Array Ret(std::string_view name, std::initializer_list<DType> dtypes);

@@ -14,6 +14,8 @@ namespace {
 void DecodeBlocks(Operands& operands, const QuantizingSpec& spec, DType dtype, const Shape& shape, QuantizedOut* out) {
   const bool square = out->scaling == Scaling::kBlock128x128;
   operands.Check(spec.quantizes(), "scaling: expected data or data_t in block scaling, got neither");
+  operands.Check(!square || operands.op() == "quantize",
+                 "scaling: expected tensor or block_1x128 (only quantize writes 128x128 blocks), got block_128x128");
   operands.Check(!spec.amax && !spec.if_unseeded && spec.margin == 0,
                  "scaling: expected no amax, if_unseeded or margin in block scaling");
   operands.Expect(!operands.ok() || (square ? shape.size() == 2 : !spec.data_t || shape.size() >= 2), "rank",

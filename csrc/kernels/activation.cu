@@ -7,17 +7,18 @@
 namespace te_jax::kernels {
 namespace {
 
-// y = act(x), x [rows, cols]; gated: y = act(x[:, :cols]) * x[:, cols:], x [rows, 2 cols].
-template <class T, ActivationKind kind>
+// y = act(x), x [rows, cols]; gated: y = act(g) u, x = (g, u) [rows, 2 cols].
+template <class T, class Act, bool kGated>
 struct ActivationLoader {
   using Element = T;
   static constexpr int kOutputs = 1;
-  static constexpr int kInputs = kGated<kind> ? 2 : 1;
+  static constexpr int kInputs = kGated ? 2 : 1;
   struct Fragment {
-    Chunk<T, kChunk> x[kInputs];
+    Chunk<T, kChunk> x[kInputs];  // as they lie in memory
   };
   struct Column {};
 
+  Act act;
   const T* x;
   int64_t cols;
 
@@ -27,13 +28,24 @@ struct ActivationLoader {
   }
   __device__ void LoadColumn(int64_t, Column&) const {}
   __device__ void Compute(int64_t, const Fragment& fragment, const Column&, float (&y)[kOutputs][kChunk]) const {
-    float gate[kChunk];
+    float gate[kChunk], linear[kChunk];
     Unpack(fragment.x[0], gate);
+    if constexpr (kGated) Unpack(fragment.x[1], linear);
+    if constexpr (kGated && Act::kIsAny) {
+      if (act.desc.gate_second) Swap(gate, linear);
+      if (act.desc.clamped) {
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) y[0][i] = Activate<T, kBase<kind>>(gate[i]).value;
-    if constexpr (kGated<kind>) {
-      float linear[kChunk];
-      Unpack(fragment.x[1], linear);
+        for (int i = 0; i < kChunk; ++i) {
+          gate[i] = ClampAbove(gate[i], act.desc.limit);
+          linear[i] = Clamp(linear[i], act.desc.limit) + act.desc.linear_offset;
+        }
+      }
+    }
+    ValueAndSlope at[kChunk];
+    act.template Apply<T>(gate, at);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) y[0][i] = at[i].value;
+    if constexpr (kGated) {
 #pragma unroll
       for (int i = 0; i < kChunk; ++i) y[0][i] *= linear[i];
     }
@@ -50,8 +62,8 @@ size_t ActivationWorkspaceBytes(const ActivationArgs& args) {
 cudaError_t LaunchActivation(const ActivationArgs& args, void* workspace, cudaStream_t stream) {
   return DispatchFloat(args.x_dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return DispatchActivation(args.kind, [&](auto kind) {
-      const ActivationLoader<T, kind()> loader{static_cast<const T*>(args.x), args.cols};
+    return DispatchActivation(args.activation, [&](auto act, auto gated) {
+      const ActivationLoader<T, decltype(act), gated()> loader{act, static_cast<const T*>(args.x), args.cols};
       return LaunchQuantizingPass(loader, args.rows, args.cols, args.out, workspace, stream);
     });
   });

@@ -9,15 +9,16 @@ namespace {
 
 // y = dy act'(x), [rows, cols]. Gated, with x = (g, u): y = (dy u act'(g), dy act(g)), [rows, 2 cols]; both halves come
 // from one read of dy, g and u.
-template <class T, ActivationKind kind>
+template <class T, class Act, bool kGated>
 struct ActivationGradLoader {
   using Element = T;
-  static constexpr int kOutputs = kGated<kind> ? 2 : 1;
+  static constexpr int kOutputs = kGated ? 2 : 1;
   struct Fragment {
-    Chunk<T, kChunk> dy, x[kOutputs];
+    Chunk<T, kChunk> dy, x[kOutputs];  // as they lie in memory
   };
   struct Column {};
 
+  Act act;
   const T* dy;
   const T* x;
   int64_t cols;
@@ -32,36 +33,67 @@ struct ActivationGradLoader {
     float grad[kChunk], gate[kChunk];
     Unpack(fragment.dy, grad);
     Unpack(fragment.x[0], gate);
-    if constexpr (kGated<kind>) {
+    ValueAndSlope at[kChunk];
+    if constexpr (kGated) {
       float linear[kChunk];
       Unpack(fragment.x[1], linear);
+      if constexpr (Act::kIsAny) {
+        if (act.desc.gate_second) Swap(gate, linear);
+      }
+      ApplyClamped(gate, linear, at);
 #pragma unroll
       for (int i = 0; i < kChunk; ++i) {
-        const ValueAndSlope act = Activate<T, kBase<kind>>(gate[i]);
-        y[0][i] = grad[i] * linear[i] * act.slope;
-        y[1][i] = grad[i] * act.value;
+        y[0][i] = grad[i] * linear[i] * at[i].slope;
+        y[1][i] = grad[i] * at[i].value;
+      }
+      if constexpr (Act::kIsAny) {
+        if (act.desc.gate_second) Swap(y[0], y[1]);
       }
       Round<T>(y[1]);
     } else {
+      act.template Apply<T>(gate, at);
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) y[0][i] = grad[i] * Activate<T, kind>(gate[i]).slope;
+      for (int i = 0; i < kChunk; ++i) y[0][i] = grad[i] * at[i].slope;
     }
     Round<T>(y[0]);
+  }
+
+  // act(g) and act'(g), with the clamps if there are any: `linear` is clamped and offset, and no gradient comes back
+  // from beyond a limit.
+  __device__ void ApplyClamped(const float (&gate)[kChunk], float (&linear)[kChunk],
+                               ValueAndSlope (&at)[kChunk]) const {
+    if constexpr (!Act::kIsAny) {
+      act.template Apply<T>(gate, at);
+    } else {
+      const bool clamped = act.desc.clamped;
+      const float limit = act.desc.limit;
+      float inner[kChunk];
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) inner[i] = clamped ? ClampAbove(gate[i], limit) : gate[i];
+      act.template Apply<T>(inner, at);
+      if (!clamped) return;
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) {
+        if (gate[i] > limit) at[i].slope = 0.0f;
+        if (fabsf(linear[i]) > limit) at[i].value = 0.0f;
+        linear[i] = Clamp(linear[i], limit) + act.desc.linear_offset;
+      }
+    }
   }
 };
 
 }  // namespace
 
 size_t ActivationGradWorkspaceBytes(const ActivationGradArgs& args) {
-  return PassWorkspace::Bytes(args.rows, args.cols * (IsGated(args.kind) ? 2 : 1), args.out);
+  return PassWorkspace::Bytes(args.rows, args.cols * (args.activation.gated ? 2 : 1), args.out);
 }
 
 cudaError_t LaunchActivationGrad(const ActivationGradArgs& args, void* workspace, cudaStream_t stream) {
   return DispatchFloat(args.x_dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return DispatchActivation(args.kind, [&](auto kind) {
-      const ActivationGradLoader<T, kind()> loader{static_cast<const T*>(args.dy), static_cast<const T*>(args.x),
-                                                   args.cols};
+    return DispatchActivation(args.activation, [&](auto act, auto gated) {
+      const ActivationGradLoader<T, decltype(act), gated()> loader{act, static_cast<const T*>(args.dy),
+                                                                   static_cast<const T*>(args.x), args.cols};
       return LaunchQuantizingPass(loader, args.rows, args.cols, args.out, workspace, stream);
     });
   });

@@ -291,10 +291,16 @@ cudaError_t LaunchBlocks(const Loader& loader, int64_t rows, int64_t cols, const
   params.scale_inv_t = out.scale_inv_t;
   params.tile_sums = out.dbias == nullptr ? nullptr : tile_sums;
   const auto tiles = static_cast<unsigned>(BlockRowTiles(rows, out) * NumBlocks(cols));
-  const auto kernel = out.dbias == nullptr ? square ? BlockKernel<Loader, Geometry, true, false>
-                                                    : BlockKernel<Loader, Geometry, false, false>
-                      : square             ? BlockKernel<Loader, Geometry, true, true>
-                                           : BlockKernel<Loader, Geometry, false, true>;
+  auto kernel =
+      out.dbias == nullptr ? BlockKernel<Loader, Geometry, false, false> : BlockKernel<Loader, Geometry, false, true>;
+  if constexpr (HasRaw<Loader>::value) {  // quantize: nothing else takes 128x128 blocks (csrc/ffi/quantize.cc)
+    if (square) {
+      kernel =
+          out.dbias == nullptr ? BlockKernel<Loader, Geometry, true, false> : BlockKernel<Loader, Geometry, true, true>;
+    }
+  } else if (square) {
+    return cudaErrorInvalidValue;
+  }
   const cudaError_t error = Launch(kernel, tiles, Geometry::kTileThreads, stream, loader, params);
   if (error != cudaSuccess || out.dbias == nullptr) return error;
   return LaunchDbias(BlockRowTiles(rows, out), Loader::kOutputs * cols, tile_sums, out, stream);

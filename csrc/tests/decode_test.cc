@@ -208,6 +208,34 @@ TEST(GatedActivation) {
                   "te_jax activation_grad: x shape: expected [4, 32], got [4, 64]");
 }
 
+TEST(ActivationKinds) {
+  ActivationSpec spec{};
+  spec.format = "e4m3";
+  spec.data = true;
+  const Frame frame({{BF16, {4, 64}}, {F32, {}}}, {{E4M3, {4, 32}}, {F32, {}}, {F32, {}}});
+  spec.kind = "clamped_swiglu";
+  spec.gate_second = true;
+  spec.limit = 3.0f;
+  auto args = DecodeActivation(frame.args(), frame.rets(), spec);
+  EXPECT(args.has_value());
+  if (!args.has_value()) return;
+  const ActivationDesc clamped = args->activation;
+  EXPECT(clamped.function == ActivationFunction::kSiLU && clamped.gated && clamped.gate_second && clamped.clamped);
+  EXPECT(clamped.limit == 3.0f && clamped.alpha == 1.702f && clamped.linear_offset == 1.0f);
+  spec.limit = 0.0f;
+  EXPECT_CONTAINS(DecodeActivation(frame.args(), frame.rets(), spec).error().message(), "limit: expected a positive");
+
+  spec.kind = "qgeglu";  // the parameters of clamped_swiglu are not its own
+  args = DecodeActivation(frame.args(), frame.rets(), spec);
+  EXPECT(args.has_value() && !args->activation.clamped && args->activation.alpha == 1.702f);
+  spec.kind = "swiglu";
+  args = DecodeActivation(frame.args(), frame.rets(), spec);
+  EXPECT(args.has_value() && args->activation.alpha == 1.0f && args->activation.gate_second);
+  spec.kind = "relu";
+  EXPECT_CONTAINS(DecodeActivation(frame.args(), frame.rets(), spec).error().message(),
+                  "gate_second: expected false for an activation without a gate, got true");
+}
+
 TEST(Dequantize) {
   const Frame frame({{E5M2, {4, 32}}, {F32, {}}}, {{BF16, {4, 32}}});
   const auto args = DecodeDequantize(frame.args(), frame.rets(), {"bfloat16"});

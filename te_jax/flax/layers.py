@@ -6,10 +6,11 @@ from typing import Any
 
 from te_jax import ops
 from te_jax.errors import check_type
+from te_jax.ops.activation import ACTIVATIONS
+from te_jax.primitives.spec import GATED_ACTIVATIONS
 
 _NORMS = {"rmsnorm": ops.RMSNorm, "layernorm": ops.LayerNorm}
-_ACTIVATIONS = {"gelu": ops.GELU, "silu": ops.SiLU, "relu": ops.ReLU, "geglu": ops.GEGLU, "swiglu": ops.SwiGLU}
-_GATED = frozenset({"geglu", "swiglu"})
+_ACTIVATIONS = {op.kind: op for op in ACTIVATIONS}
 
 
 def norm_op(kind: str, epsilon: float, *, name: str, caller: str):
@@ -25,8 +26,8 @@ def activation_op(kind: str, *, caller: str):
 
 
 def is_gated(activation: str) -> bool:
-    """Whether the activation halves its input: act(x[..., :F]) * x[..., F:]."""
-    return activation in _GATED
+    """Whether the activation halves its input."""
+    return activation in GATED_ACTIVATIONS
 
 
 def check_array(caller: str, x: Any) -> None:

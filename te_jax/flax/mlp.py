@@ -24,7 +24,8 @@ class LayerNormMLP(ChainModule, kw_only=False):
     Attributes:
       features: output features; with ``residual`` equal to K.
       hidden_features: features between fc1 and fc2, after a gated activation.
-      activation: "gelu", "silu", "relu", "geglu" or "swiglu".
+      activation: the kind of an activation of ``te_jax.ops``: "gelu", "silu", "relu", "quick_gelu", "squared_relu",
+        or gated "geglu", "swiglu", "glu", "reglu", "qgeglu", "sreglu", "clamped_swiglu".
       use_bias: whether fc1 and fc2 add biases.
       norm: "rmsnorm" or "layernorm".
       epsilon: added to the mean square (variance) before the root.

@@ -31,7 +31,8 @@ class TransformerLayer(nn.Module):
       hidden_features: the MLP's features between fc1 and fc2.
       num_kv_heads: key and value heads; None: num_heads.
       head_dim: None: C / num_heads.
-      activation: "gelu", "silu", "relu", "geglu" or "swiglu".
+      activation: the kind of an activation of ``te_jax.ops``: "gelu", "silu", "relu", "quick_gelu", "squared_relu",
+        or gated "geglu", "swiglu", "glu", "reglu", "qgeglu", "sreglu", "clamped_swiglu".
       norm: "rmsnorm" or "layernorm".
       epsilon: of the norms.
       use_bias: whether the linears add biases.

@@ -2,8 +2,15 @@
 
 from te_jax.ops.activation import GEGLU as GEGLU
 from te_jax.ops.activation import GELU as GELU
+from te_jax.ops.activation import GLU as GLU
+from te_jax.ops.activation import QGEGLU as QGEGLU
+from te_jax.ops.activation import ClampedSwiGLU as ClampedSwiGLU
+from te_jax.ops.activation import QuickGELU as QuickGELU
+from te_jax.ops.activation import ReGLU as ReGLU
 from te_jax.ops.activation import ReLU as ReLU
 from te_jax.ops.activation import SiLU as SiLU
+from te_jax.ops.activation import SquaredReLU as SquaredReLU
+from te_jax.ops.activation import SReGLU as SReGLU
 from te_jax.ops.activation import SwiGLU as SwiGLU
 from te_jax.ops.base import BackwardContext as BackwardContext
 from te_jax.ops.base import ForwardContext as ForwardContext

@@ -1,11 +1,12 @@
 """``activation`` and ``activation_grad``: elementwise and gated activations, ending in a quantizing pass.
 
 GELU is the tanh approximation, as ``jax.nn.gelu`` is by default. Everything is computed in fp32 and y is rounded to
-x's dtype. A gated activation takes [*lead, 2C]: ``act(x[..., :C]) * x[..., C:]``.
+x's dtype. A gated activation takes [*lead, 2C]; ``ActivationSpec`` has the formulas.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -19,6 +20,8 @@ from te_jax.primitives.definition import Definition
 from te_jax.primitives.quantizing import QuantizeOut
 from te_jax.primitives.spec import ACTIVATIONS, GATED_ACTIVATIONS, ActivationGradSpec, ActivationSpec
 from te_jax.quant.block_reference import BLOCK
+
+QUICK_GELU_ALPHA = 1.702
 
 
 def activation(
@@ -42,34 +45,85 @@ def activation_grad(
     return quantizing.to_out(spec, _ACTIVATION_GRAD(spec, *operands, amax_axes=amax_axes))
 
 
-def _act(kind: str, x: jax.Array) -> jax.Array:
-    if kind in ("relu",):
-        return jnp.maximum(x, 0)
-    if kind in ("silu", "swiglu"):
-        return x * jax.nn.sigmoid(x)
-    return 0.5 * x * (1 + jnp.tanh(_gelu_inner(x)))
+# The function of x, or of the gate.
+_FUNCTION = {kind: kind for kind in ACTIVATIONS} | {
+    "geglu": "gelu",
+    "swiglu": "silu",
+    "glu": "sigmoid",
+    "reglu": "relu",
+    "qgeglu": "quick_gelu",
+    "sreglu": "squared_relu",
+    "clamped_swiglu": "swish",
+}
 
 
-def _act_derivative(kind: str, x: jax.Array) -> jax.Array:
-    if kind in ("relu",):
-        return jnp.where(x > 0, jnp.float32(1), jnp.float32(0))
-    if kind in ("silu", "swiglu"):
-        s = jax.nn.sigmoid(x)
-        return s * (1 + x * (1 - s))
-    t = jnp.tanh(_gelu_inner(x))
-    inner_derivative = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
-    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner_derivative
+def _act(spec, x: jax.Array) -> jax.Array:
+    match _FUNCTION[spec.kind]:
+        case "gelu":
+            return 0.5 * x * (1 + jnp.tanh(_gelu_inner(x)))
+        case "relu":
+            return jnp.maximum(x, 0)
+        case "squared_relu":
+            return jnp.square(jnp.maximum(x, 0))
+        case "sigmoid":
+            return jax.nn.sigmoid(x)
+    return x * jax.nn.sigmoid(_alpha(spec) * x)
+
+
+def _act_derivative(spec, x: jax.Array) -> jax.Array:
+    match _FUNCTION[spec.kind]:
+        case "gelu":
+            t = jnp.tanh(_gelu_inner(x))
+            inner_derivative = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
+            return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner_derivative
+        case "relu":
+            return jnp.where(x > 0, jnp.float32(1), jnp.float32(0))
+        case "squared_relu":
+            return 2 * jnp.maximum(x, 0)
+        case "sigmoid":
+            s = jax.nn.sigmoid(x)
+            return s * (1 - s)
+    s = jax.nn.sigmoid(_alpha(spec) * x)
+    return s * (1 + _alpha(spec) * x * (1 - s))
+
+
+def _alpha(spec) -> float:
+    """of x sigmoid(alpha x)."""
+    return {"silu": 1.0, "quick_gelu": QUICK_GELU_ALPHA, "swish": spec.alpha}[_FUNCTION[spec.kind]]
 
 
 def _gelu_inner(x: jax.Array) -> jax.Array:
     return math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
 
 
+def _halves(spec, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(gate, linear)."""
+    first, second = jnp.split(x, 2, axis=-1)
+    return (second, first) if spec.gate_second else (first, second)
+
+
+def _clamped(spec, gate: jax.Array, linear: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What act and the product take: (min(gate, limit), linear clamped to +-limit, plus the offset)."""
+    if spec.kind != "clamped_swiglu":
+        return gate, linear
+    limit = jnp.float32(spec.limit)
+    return jnp.minimum(gate, limit), jnp.clip(linear, -limit, limit) + jnp.float32(spec.linear_offset)
+
+
 def _check_kind(op: str, spec) -> bool:
-    """Returns whether the kind is gated."""
+    """The fields that say which activation; returns whether it is gated."""
     kinds = ACTIVATIONS + GATED_ACTIVATIONS
     errors.check_value(spec.kind in kinds, op, "kind", " or ".join(kinds), spec.kind)
-    return spec.kind in GATED_ACTIVATIONS
+    gated = spec.kind in GATED_ACTIVATIONS
+    errors.check_value(gated or not spec.gate_second, op, "gate_second", f"False for {spec.kind}", spec.gate_second)
+    if spec.kind == "clamped_swiglu":
+        errors.check_value(spec.limit > 0, op, "limit", "a positive number", spec.limit)
+        return gated
+    for field in dataclasses.fields(ActivationSpec):
+        if field.name in ("limit", "alpha", "linear_offset"):
+            value = getattr(spec, field.name)
+            errors.check_value(value == field.default, op, field.name, f"{field.default} for {spec.kind}", value)
+    return gated
 
 
 def _y_shape(spec, x) -> tuple[int, ...]:
@@ -89,10 +143,10 @@ def _check_activation(spec, x, *scale):
 def _activation_reference(spec, x, *scale):
     wide = x.astype(jnp.float32)
     if spec.kind in GATED_ACTIVATIONS:
-        act_in, gate = jnp.split(wide, 2, axis=-1)
-        y = _act(spec.kind, act_in) * gate
+        gate, linear = _clamped(spec, *_halves(spec, wide))
+        y = _act(spec, gate) * linear
     else:
-        y = _act(spec.kind, wide)
+        y = _act(spec, wide)
     return quantizing.finish(spec, y.astype(x.dtype), *scale)
 
 
@@ -149,14 +203,19 @@ def _check_activation_grad(spec, dy, x, *scale):
 
 
 def _activation_grad_reference(spec, dy, x, *scale):
-    """d/dx of act(x): dy * act'(x); gated, y = act(a) * g: [dy * act'(a) * g, dy * act(a)]."""
+    """d/dx of act(x): dy * act'(x); gated, y = act(g) * u: dg = dy * u * act'(g), du = dy * act(g)."""
     wide, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
     if spec.kind in GATED_ACTIVATIONS:
-        act_in, gate = jnp.split(wide, 2, axis=-1)
-        d_act_in = dy * _act_derivative(spec.kind, act_in) * gate
-        dx = jnp.concatenate([d_act_in, dy * _act(spec.kind, act_in)], axis=-1)
+        gate, linear = _halves(spec, wide)
+        inner, factor = _clamped(spec, gate, linear)
+        slope, value = _act_derivative(spec, inner), _act(spec, inner)
+        if spec.kind == "clamped_swiglu":
+            slope = jnp.where(gate > spec.limit, 0, slope)
+            value = jnp.where(jnp.abs(linear) > spec.limit, 0, value)
+        parts = (dy * factor * slope, dy * value)
+        dx = jnp.concatenate(parts[::-1] if spec.gate_second else parts, axis=-1)
     else:
-        dx = dy * _act_derivative(spec.kind, wide)
+        dx = dy * _act_derivative(spec, wide)
     return quantizing.finish(spec, dx.astype(x.dtype), *scale)
 
 

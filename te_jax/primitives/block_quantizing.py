@@ -45,6 +45,8 @@ def check(spec: QuantizingSpec, op: str, y_shape: tuple[int, ...]) -> None:
     none = not (spec.amax or spec.if_unseeded or spec.margin)
     errors.check_value(none, op, "spec", f"no amax, if_unseeded or margin in {spec.scaling}", spec)
     if spec.scaling == "block_128x128":
+        expected = "tensor or block_1x128 (only quantize writes 128x128 blocks)"
+        errors.check_value(op == "quantize", op, "scaling", expected, spec.scaling)
         errors.check_value(len(y_shape) == 2, op, "x", f"2 dimensions in {spec.scaling}", f"shape {y_shape}")
     if spec.data_t:
         errors.check_value(len(y_shape) >= 2, op, "x", "2 dimensions or more for data_t", f"shape {y_shape}")

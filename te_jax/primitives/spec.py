@@ -11,8 +11,8 @@ import dataclasses
 
 import numpy as np
 
-ACTIVATIONS = ("gelu", "silu", "relu")
-GATED_ACTIVATIONS = ("geglu", "swiglu")
+ACTIVATIONS = ("gelu", "silu", "relu", "quick_gelu", "squared_relu")
+GATED_ACTIVATIONS = ("geglu", "swiglu", "glu", "reglu", "qgeglu", "sreglu", "clamped_swiglu")
 NORMS = ("rmsnorm", "layernorm")
 
 
@@ -120,16 +120,26 @@ class NormGradSpec(Spec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationSpec(QuantizingSpec):
-    """``activation(x, [scale f32[]])``: x [*lead, C], or [*lead, 2C] for a gated kind: act(x[:C]) * x[C:]."""
+    """``activation(x, [scale f32[]])``: x [*lead, C], or [*lead, 2C] for a gated kind: act(g) * u of its halves g, u.
+
+    act of a gated kind: gelu of geglu, silu of swiglu, sigmoid of glu, relu of reglu, quick_gelu of qgeglu and
+    squared_relu of sreglu. quick_gelu is x sigmoid(1.702 x), squared_relu max(x, 0)^2. clamped_swiglu:
+
+      g' = min(g, limit)    u' = max(min(u, limit), -limit)    y = g' sigmoid(alpha g') (u' + linear_offset)
+
+    where a clamp passes a cotangent on up to and including its limit.
+    """
 
     kind: str = "silu"
+    gate_second: bool = False  # g is the second half of x
+    limit: float = 7.0  # this and the next two: of clamped_swiglu alone, other kinds have the defaults
+    alpha: float = 1.702
+    linear_offset: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ActivationGradSpec(QuantizingSpec):
+class ActivationGradSpec(ActivationSpec):
     """``activation_grad(dy [*lead, F], x, [scale f32[]])``: the cotangent of x, in x's shape (C = F or 2F)."""
-
-    kind: str = "silu"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

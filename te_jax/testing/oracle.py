@@ -60,26 +60,81 @@ def norm_grad(dy, x, gamma, *, epsilon: float, layernorm: bool, zero_centered: b
     return dx, (dy * y_hat).sum(lead), dy.sum(lead)
 
 
-def activation(kind: str, x) -> np.ndarray:
-    """act(x) in fp64; GELU is the tanh approximation."""
+# The function of the gate of a gated activation.
+GATES = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "glu": "sigmoid",
+    "reglu": "relu",
+    "qgeglu": "quick_gelu",
+    "sreglu": "squared_relu",
+    "clamped_swiglu": "silu",
+}
+
+
+def activation(
+    kind: str,
+    x,
+    *,
+    gate_second: bool = False,
+    limit: float = 7.0,
+    alpha: float | None = None,
+    linear_offset: float | None = None,
+) -> np.ndarray:
+    """act(x) in fp64; GELU is the tanh approximation. alpha, limit and linear_offset: of clamped_swiglu."""
     x = f64(x)
-    if kind in ("swiglu", "geglu"):
-        act, gate = np.split(x, 2, axis=-1)
-        return activation({"swiglu": "silu", "geglu": "gelu"}[kind], act) * gate
+    if kind in GATES:
+        gate, linear = _halves(x, gate_second)
+        if kind == "clamped_swiglu":
+            gate, linear = np.minimum(gate, limit), np.clip(linear, -limit, limit)
+            return _clamped_act(gate, alpha) * (linear + (1.0 if linear_offset is None else linear_offset))
+        return activation(GATES[kind], gate) * linear
     if kind == "relu":
         return np.maximum(x, 0)
-    if kind == "silu":
-        return x / (1 + np.exp(-x))
+    if kind == "squared_relu":
+        return np.maximum(x, 0) ** 2
+    if kind == "sigmoid":
+        return 1 / (1 + np.exp(-x))
+    if kind in ("silu", "quick_gelu"):
+        return x / (1 + np.exp(-(1.702 if kind == "quick_gelu" else 1.0) * x))
+    assert kind == "gelu", kind
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def activation_grad(kind: str, dy, x, step: float = 1e-6) -> np.ndarray:
-    """The cotangent of x in fp64, by central differences."""
+def activation_grad(
+    kind: str,
+    dy,
+    x,
+    step: float = 1e-6,
+    *,
+    gate_second: bool = False,
+    limit: float = 7.0,
+    alpha: float | None = None,
+    linear_offset: float | None = None,
+) -> np.ndarray:
+    """The cotangent of x in fp64: of the functions by central differences, of clamps by their definition."""
     x, dy = f64(x), f64(dy)
-    if kind in ("swiglu", "geglu"):
-        plain = {"swiglu": "silu", "geglu": "gelu"}[kind]
-        act, gate = np.split(x, 2, axis=-1)
-        return np.concatenate([activation_grad(plain, dy * gate, act), dy * activation(plain, act)], axis=-1)
+    if kind in GATES:
+        gate, linear = _halves(x, gate_second)
+        if kind == "clamped_swiglu":
+            inner = np.minimum(gate, limit)
+            slope = (_clamped_act(inner + step, alpha) - _clamped_act(inner - step, alpha)) / (2 * step)
+            factor = np.clip(linear, -limit, limit) + (1.0 if linear_offset is None else linear_offset)
+            d_gate = dy * factor * slope * (gate <= limit)
+            d_linear = dy * _clamped_act(inner, alpha) * (np.abs(linear) <= limit)
+        else:
+            d_gate = activation_grad(GATES[kind], dy * linear, gate)
+            d_linear = dy * activation(GATES[kind], gate)
+        return np.concatenate([d_linear, d_gate] if gate_second else [d_gate, d_linear], axis=-1)
     if kind == "relu":
         return dy * (x > 0)
     return dy * (activation(kind, x + step) - activation(kind, x - step)) / (2 * step)
+
+
+def _halves(x: np.ndarray, gate_second: bool) -> tuple[np.ndarray, np.ndarray]:
+    first, second = np.split(x, 2, axis=-1)
+    return (second, first) if gate_second else (first, second)
+
+
+def _clamped_act(x: np.ndarray, alpha: float | None) -> np.ndarray:
+    return x / (1 + np.exp(-(1.702 if alpha is None else alpha) * x))

@@ -56,9 +56,9 @@ def test_blocks():
     assert not {"dot", "convert", "transpose", "copy", "fusion", "pad"} & set(instructions(compiled))
 
 
-@pytest.mark.parametrize("kind", ["silu", "swiglu"])
+@pytest.mark.parametrize("kind", ["silu", "swiglu", "clamped_swiglu"])
 def test_passes(kind):
-    wide = 2 if kind == "swiglu" else 1
+    wide = 1 if kind == "silu" else 2
     pass_ = {"format": "e4m3", "data_t": True, "amax": True}
 
     def chain(x, gamma, dy, scale):

@@ -9,6 +9,7 @@ import pytest
 
 import te_jax as te
 from te_jax import primitives as P
+from te_jax.primitives.spec import ACTIVATIONS, GATED_ACTIVATIONS
 from te_jax.testing import blocks, tolerance
 from te_jax.testing.bits import assert_same_bits
 
@@ -100,10 +101,10 @@ def test_norm(on, shape, kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["gelu", "silu", "relu", "geglu", "swiglu"])
+@pytest.mark.parametrize("kind", ACTIVATIONS + GATED_ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(3, 70, 384)])
 def test_activation_and_its_grad(on, shape, kind, dtype):
-    x, dy = tensor((*shape[:-1], shape[-1] * (2 if "glu" in kind else 1)), dtype), tensor(shape, dtype, 1)
+    x, dy = tensor((*shape[:-1], shape[-1] * (2 if kind in GATED_ACTIVATIONS else 1)), dtype), tensor(shape, dtype, 1)
     fields = {"format": "e4m3", "kind": kind, "hp": True}
     spec = P.ActivationSpec(scaling=ROWS, power_of_two=True, data_t=True, **fields)
     out = on("cuda", lambda x: P.activation(x, None, spec), x)

@@ -1,16 +1,31 @@
 """norm, activation and activation_grad on CUDA against fp64 NumPy."""
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from te_jax import primitives as P
+from te_jax.primitives.spec import ACTIVATIONS, GATED_ACTIVATIONS
+from te_jax.testing import oracle
 from te_jax.testing.bits import assert_same_bits, quantize_fp64
 
 DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 E4M3 = ml_dtypes.float8_e4m3fn
-KINDS = ("gelu", "silu", "relu", "geglu", "swiglu")
+KINDS = {
+    **{kind: (kind, {}) for kind in ACTIVATIONS + GATED_ACTIVATIONS},
+    **{f"{kind}-second": (kind, {"gate_second": True}) for kind in ("geglu", "swiglu")},
+    "clamped-second": ("clamped_swiglu", {"gate_second": True, "limit": 1.5, "alpha": 0.5, "linear_offset": -0.25}),
+}
 SHAPES = [(16, 16), (3, 48, 144), (144, 400)]
+# kind, fields, shape, scale: the activations with kernels of their own in all shapes, the others in one.
+ACTIVATION_CASES = [
+    pytest.param(kind, fields, shape, scale, id=f"{name}-{'x'.join(map(str, shape))}-{scale}")
+    for name, (kind, fields) in KINDS.items()
+    for shape, scale in itertools.product(SHAPES, [0.0, 5.0])
+    if name in ("gelu", "silu", "relu", "geglu", "swiglu", "glu") or (shape, scale) == ((3, 48, 144), 0.0)
+]
 # Half a unit in the last place of the dtype, and some units of fp32.
 TOLERANCE = {"f32": 3e-6, "bf16": 2.0**-8, "f16": 2.0**-11 + 3e-6}
 
@@ -46,61 +61,50 @@ def assert_consistent(out, scale):
 ALL = {"format": "e4m3", "hp": True, "data_t": True, "amax": True, "dbias": True}
 
 
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
-def act(kind, x):
-    """(act(x), act'(x)) in fp64."""
-    if kind == "relu":
-        return np.maximum(x, 0), (x > 0).astype(np.float64)
-    if kind == "silu":
-        s = sigmoid(x)
-        return x * s, s + x * s * (1 - s)
-    u = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
-    t, du = np.tanh(u), np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
-    return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * du
-
-
-def base(kind):
-    return {"geglu": "gelu", "swiglu": "silu"}.get(kind, kind)
-
-
-@pytest.mark.parametrize("scale", [0.0, 5.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_activation(on, shape, kind, dtype, scale):
-    gated = base(kind) != kind
-    x = random((*shape[:-1], shape[-1] * (2 if gated else 1)), dtype)
-    spec = P.ActivationSpec(kind=kind, **ALL)
+@pytest.mark.parametrize(("kind", "fields", "shape", "scale"), ACTIVATION_CASES)
+def test_activation(on, shape, kind, fields, dtype, scale):
+    x = random((*shape[:-1], shape[-1] * (2 if kind in GATED_ACTIVATIONS else 1)), dtype)
+    spec = P.ActivationSpec(kind=kind, **fields, **ALL)
     out = on("cuda", lambda x, s: P.activation(x, s, spec), x, np.float32(scale))
-    x = x.astype(np.float64)
-    gate, linear = np.split(x, 2, -1) if gated else (x, 1.0)
+    expected = oracle.activation(kind, x, **fields)
     # fp64's own 1 + tanh cancels far left of 0: errors are relative to |x| there
-    assert_near(out.hp, act(base(kind), gate)[0] * linear, dtype, np.abs(act(base(kind), gate)[0] * linear) + 1e-7)
+    assert_near(out.hp, expected, dtype, np.abs(expected) + 1e-7)
     assert_consistent(out, scale)
 
 
-@pytest.mark.parametrize("scale", [0.0, 5.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_activation_grad(on, shape, kind, dtype, scale):
-    gated = base(kind) != kind
+@pytest.mark.parametrize(("kind", "fields", "shape", "scale"), ACTIVATION_CASES)
+def test_activation_grad(on, shape, kind, fields, dtype, scale):
+    gated = kind in GATED_ACTIVATIONS
     x, dy = random((*shape[:-1], shape[-1] * (2 if gated else 1)), dtype), random(shape, dtype, seed=1)
-    spec = P.ActivationGradSpec(kind=kind, **ALL)
+    spec = P.ActivationGradSpec(kind=kind, **fields, **ALL)
     out = on("cuda", lambda dy, x, s: P.activation_grad(dy, x, s, spec), dy, x, np.float32(scale))
-    x, dy = x.astype(np.float64), dy.astype(np.float64)
-    gate, linear = np.split(x, 2, -1) if gated else (x, 1.0)
-    value, slope = act(base(kind), gate)
-    expected = [dy * linear * slope, dy * value] if gated else [dy * slope]
-    # The slope is a difference of terms up to 1 + |x|: its error is relative to those.
-    size = np.abs(np.concatenate(expected, -1)) + 1e-1 * np.abs(
-        np.concatenate([dy * linear, dy][: len(expected)], -1)
-    ) * (dtype == "f32")
-    assert_near(out.hp, np.concatenate(expected, -1), dtype, size + 1e-6)
+    expected = oracle.activation_grad(kind, dy, x, **fields)
+    size = np.abs(expected)
+    if dtype == "f32":  # the slope is a difference of terms up to 1 + |x|: its error is relative to those
+        terms = [np.abs(dy.astype(np.float64))]
+        if gated:
+            linear = np.split(x, 2, -1)[0 if fields.get("gate_second") else 1]
+            factor = np.abs(linear) + abs(fields.get("linear_offset", kind == "clamped_swiglu"))
+            terms = [terms[0] * factor, terms[0]][:: -1 if fields.get("gate_second") else 1]
+        size = size + 1e-1 * np.concatenate(terms, -1)
+    assert_near(out.hp, expected, dtype, size + 1e-6)
     assert_consistent(out, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["relu", "squared_relu", "reglu", "sreglu"])
+def test_without_an_exponential_cuda_equals_cpu(on, kind, dtype):
+    """Only products and rounding to the dtype: the same bits."""
+    x, dy = random((48, 160 if kind in GATED_ACTIVATIONS else 80), dtype), random((48, 80), dtype, seed=1)
+    forward, backward = P.ActivationSpec(kind=kind, **ALL), P.ActivationGradSpec(kind=kind, **(ALL | {"dbias": False}))
+    zero = np.float32(0)
+    for spec, primitive, operands in ((forward, P.activation, (x,)), (backward, P.activation_grad, (dy, x))):
+        run = lambda *args, spec=spec, primitive=primitive: primitive(*args, spec)  # noqa: E731
+        cuda, cpu = (on(platform, run, *operands, zero) for platform in ("cuda", "cpu"))
+        for name in ("hp", "data", "data_t", "scale", "scale_inv", "amax"):
+            assert_same_bits(getattr(cuda, name), getattr(cpu, name), name)
 
 
 def check_norm(on, shape, kind, dtype, param, scale):

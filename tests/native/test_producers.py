@@ -7,7 +7,6 @@ import pytest
 from handlers import F32, FP8, call, check_quantized, everything, results_of
 
 from te_jax.primitives.spec import (
-    ACTIVATIONS,
     GATED_ACTIVATIONS,
     ActivationGradSpec,
     ActivationSpec,
@@ -36,7 +35,10 @@ def gelu(x):
 
 
 VALUES = {"gelu": gelu, "silu": lambda x: x * sigmoid(x), "relu": lambda x: np.maximum(x, 0)}
-VALUES |= {"geglu": VALUES["gelu"], "swiglu": VALUES["silu"]}
+VALUES |= {"quick_gelu": lambda x: x * sigmoid(1.702 * x), "squared_relu": lambda x: np.maximum(x, 0) ** 2}
+VALUES |= {"geglu": VALUES["gelu"], "swiglu": VALUES["silu"], "glu": sigmoid, "reglu": VALUES["relu"]}
+VALUES |= {"qgeglu": VALUES["quick_gelu"], "sreglu": VALUES["squared_relu"]}
+KINDS = tuple(VALUES)
 
 
 def derivative(function, x, step=1e-5):
@@ -78,7 +80,7 @@ def test_norm_parameters_in_bfloat16():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ACTIVATIONS + GATED_ACTIVATIONS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_activation(dtype, kind):
     gated = kind in GATED_ACTIVATIONS
     x = (3 * randn((2, 16, 96 if gated else 48))).astype(dtype)
@@ -91,7 +93,7 @@ def test_activation(dtype, kind):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ACTIVATIONS + GATED_ACTIVATIONS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_activation_grad(dtype, kind):
     gated = kind in GATED_ACTIVATIONS
     x = (3 * randn((2, 16, 96 if gated else 48))).astype(dtype)
@@ -108,18 +110,38 @@ def test_activation_grad(dtype, kind):
     check_quantized(spec, outs[0], 0.0, outs)
 
 
+@pytest.mark.parametrize("gate_second", [False, True])
+def test_clamped_swiglu(gate_second):
+    """By hand, at the limits too: they belong to the inside of a clamp."""
+    gate = np.array([-9, -2, 0, 1.5, 2, 2.5, 1e30, np.nan] * 2, np.float32)
+    linear = np.array([3, -2, -2.5, 2, 0.5, 1, -1e30, 1] * 2, np.float32)
+    x = np.concatenate([linear, gate] if gate_second else [gate, linear])[None]
+    fields = {"kind": "clamped_swiglu", "gate_second": gate_second, "limit": 2.0, "alpha": 0.5, "linear_offset": 3.0}
+    spec = ActivationSpec(format="e4m3", hp=True, data=False, **fields)
+    (got,) = call("activation", spec, [((1, 16), F32)], x, np.float32(0))
+    g, u = np.minimum(gate, 2.0).astype(np.float64), np.clip(linear, -2, 2).astype(np.float64) + 3
+    np.testing.assert_allclose(got[0], g * sigmoid(g / 2) * u, rtol=2e-6)
+    grad = ActivationGradSpec(format="e5m2", hp=True, data=False, **fields)
+    (got,) = call("activation_grad", grad, [((1, 32), F32)], np.ones((1, 16), np.float32), x, np.float32(0))
+    inside = np.where(gate > 2, 0.0, 1.0), np.where(abs(linear) > 2, 0.0, 1.0)
+    s = sigmoid(g / 2)
+    want = [inside[0] * u * (s + g / 2 * s * (1 - s)), inside[1] * g * s]
+    np.testing.assert_allclose(got[0], np.concatenate(want[::-1] if gate_second else want), rtol=4e-6)
+
+
 def test_activations_far_out():
     """exp overflows nowhere: silu and gelu go to x and to 0."""
     x = np.tile(np.array([-1e4, -200, -90, 0, 90, 200, 1e4, 3e38], np.float32), (1, 2))
-    for kind in ("silu", "gelu"):
+    for kind in ("silu", "gelu", "quick_gelu"):
         spec = ActivationSpec(format="e4m3", hp=True, data=False, kind=kind)
         (got,) = call("activation", spec, [(x.shape, F32)], x, np.float32(0))
         np.testing.assert_allclose(got, np.maximum(x, 0), rtol=1e-6, atol=1e-30)
 
 
-def test_relu_passes_nan_on():
+@pytest.mark.parametrize("kind", ["relu", "squared_relu"])
+def test_relu_passes_nan_on(kind):
     x = np.full((1, 16), np.nan, np.float32)
-    spec = ActivationSpec(format="e4m3", hp=True, data=False, kind="relu")
+    spec = ActivationSpec(format="e4m3", hp=True, data=False, kind=kind)
     (got,) = call("activation", spec, [(x.shape, F32)], x, np.float32(0))
     assert np.isnan(got).all()
 
@@ -145,6 +167,21 @@ def test_norm_errors(x, gamma, message):
     results = [(x.shape, FP8["e4m3"]), ((), F32), ((), F32)]
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT: te_jax norm: {message}"):
         call("norm", NormSpec(format="e4m3"), results, x, gamma, np.float32(1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "mish"}, "kind: expected gelu, silu, relu, quick_gelu, .*, clamped_swiglu, got mish"),
+        ({"kind": "silu", "gate_second": True}, "gate_second: expected false for an activation without a gate, got"),
+        ({"kind": "clamped_swiglu", "limit": -1.0}, "limit: expected a positive number, got -1"),
+        ({"kind": "glu", "scaling": "block_128x128"}, "scaling: expected tensor or block_1x128 .*, got block_128x128"),
+    ],
+)
+def test_activation_errors(fields, message):
+    x = np.zeros((16, 32), np.float32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT: te_jax activation: {message}"):
+        call("activation", ActivationSpec(format="e4m3", **fields), [((16, 16), FP8["e4m3"]), ((), F32)], x)
 
 
 def test_gated_activation_needs_an_even_last_dimension():

@@ -138,7 +138,29 @@ CASES = [
     (
         lambda: primitives.activation(ones(16, 32), S, ActivationSpec(format="e4m3", kind="mish")),
         ValueError,
-        "te_jax.activation: kind: expected gelu or silu or relu or geglu or swiglu, got mish",
+        "te_jax.activation: kind: expected gelu or silu or relu or quick_gelu or squared_relu or geglu or swiglu or "
+        "glu or reglu or qgeglu or sreglu or clamped_swiglu, got mish",
+    ),
+    (
+        lambda: primitives.activation(ones(16, 32), S, ActivationSpec(format="e4m3", kind="silu", gate_second=True)),
+        ValueError,
+        "te_jax.activation: gate_second: expected False for silu, got True",
+    ),
+    (
+        lambda: primitives.activation(ones(16, 32), S, ActivationSpec(format="e4m3", kind="swiglu", alpha=1.0)),
+        ValueError,
+        "te_jax.activation: alpha: expected 1.702 for swiglu, got 1.0",
+    ),
+    (
+        lambda: primitives.activation(ones(16, 32), S, ActivationSpec(format="e4m3", kind="clamped_swiglu", limit=0.0)),
+        ValueError,
+        "te_jax.activation: limit: expected a positive number, got 0.0",
+    ),
+    (
+        lambda: primitives.activation(ones(16, 32), None, ActivationSpec(format="e4m3", scaling="block_128x128")),
+        ValueError,
+        "te_jax.activation: scaling: expected tensor or block_1x128 (only quantize writes 128x128 blocks), "
+        "got block_128x128",
     ),
     (
         lambda: primitives.activation_grad(ones(16, 32), ones(16, 32), S, GRAD),

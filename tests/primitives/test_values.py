@@ -17,6 +17,7 @@ from te_jax.primitives import (
     NormSpec,
     QuantizeSpec,
 )
+from te_jax.primitives.spec import ACTIVATIONS, GATED_ACTIVATIONS
 from te_jax.testing import hlo, oracle
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
@@ -181,17 +182,28 @@ def test_norm_grad_is_the_derivative_of_norm(kind):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("kind", ["gelu", "silu", "relu", "geglu", "swiglu"])
-def test_activation_and_its_grad(kind, dtype):
-    x, dy = normal((2, 16, 64), dtype) * 3, normal((2, 16, 32 if "glu" in kind else 64), dtype, seed=1)
-    forward = ActivationSpec(format="e4m3", kind=kind, hp=True, amax=True)
-    backward = ActivationGradSpec(format="e5m2", kind=kind, hp=True, data_t=True, dbias=True, amax=True)
+# Every kind in one dtype, those that differ most in all.
+ACTIVATION_CASES = {
+    **{kind: (kind, {}, DTYPES[i % 3]) for i, kind in enumerate(ACTIVATIONS + GATED_ACTIVATIONS)},
+    **{f"{kind}-{np.dtype(d).name}": (kind, {}, d) for kind in ("gelu", "swiglu", "sreglu") for d in DTYPES},
+    **{f"{kind}, second": (kind, {"gate_second": True}, jnp.bfloat16) for kind in ("swiglu", "glu")},
+    "clamped, other parameters": ("clamped_swiglu", {"limit": 2.5, "alpha": 0.75, "linear_offset": 0.5}, jnp.float32),
+    "clamped, second": ("clamped_swiglu", {"limit": 1.25, "gate_second": True}, jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize(("kind", "fields", "dtype"), ACTIVATION_CASES.values(), ids=ACTIVATION_CASES)
+def test_activation_and_its_grad(kind, fields, dtype):
+    x = normal((2, 16, 64), dtype) * 3
+    dy = normal((2, 16, 32 if kind in GATED_ACTIVATIONS else 64), dtype, seed=1)
+    forward = ActivationSpec(format="e4m3", kind=kind, hp=True, amax=True, **fields)
+    backward = ActivationGradSpec(format="e5m2", kind=kind, hp=True, data_t=True, dbias=True, amax=True, **fields)
     for out in both(lambda x, s: primitives.activation(x, s, forward), x, SEED):
-        np.testing.assert_allclose(oracle.f64(out.hp), oracle.activation(kind, x), rtol=ulps(dtype), atol=1e-5)
+        want = oracle.activation(kind, x, **fields)
+        np.testing.assert_allclose(oracle.f64(out.hp), want, rtol=ulps(dtype), atol=1e-5)
         assert_same_bits(out.data, primitives.quantize(out.hp, SEED, QuantizeSpec(format="e4m3")).data)
     for out in both(lambda dy, x, s: primitives.activation_grad(dy, x, s, backward), dy, x, SEED):
-        want = oracle.activation_grad(kind, dy, x)
+        want = oracle.activation_grad(kind, dy, x, **fields)
         np.testing.assert_allclose(oracle.f64(out.hp), want, rtol=ulps(dtype), atol=2e-5)
         np.testing.assert_allclose(out.dbias, oracle.f64(out.hp).sum((0, 1)), rtol=1e-5, atol=1e-4)
         assert_same_bits(out.data_t, np.moveaxis(np.asarray(out.data), -1, 0))

@@ -7,9 +7,8 @@ from typing import Any
 
 from te_jax.fusion.pattern import Rule, Window, slot
 from te_jax.fusion.rules.linear import why_no_fp8_gemm
-from te_jax.fusion.rules.producer import ACTIVATIONS
 from te_jax.ops import linear
-from te_jax.ops.activation import GEGLU, SwiGLU
+from te_jax.ops.activation import ACTIVATIONS, GatedActivation
 from te_jax.ops.bias import Bias
 from te_jax.ops.linear import BasicLinear
 from te_jax.quant.block_reference import BLOCK
@@ -47,7 +46,7 @@ def _condition(window: Window) -> str | None:
     if (reason := why_no_fp8_gemm(window.info(0))) is not None:
         return reason
     activation, half = window.info(2), window.info(2).x_type.shape[-1] // 2
-    gated = isinstance(activation.op, (GEGLU, SwiGLU))
+    gated = isinstance(activation.op, GatedActivation)
     if gated and isinstance(window.info(0).recipe, BlockScaling) and half % BLOCK:
         return f"a block of the cotangent would belong to both halves: {half} features are not a multiple of {BLOCK}"
     return None

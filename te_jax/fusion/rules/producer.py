@@ -12,14 +12,13 @@ from te_jax.errors import required
 from te_jax.fusion.pattern import Rule, Window, slot
 from te_jax.fusion.rules.linear import why_no_fp8_gemm
 from te_jax.ops import linear
-from te_jax.ops.activation import GEGLU, GELU, ReLU, SiLU, SwiGLU
+from te_jax.ops.activation import ACTIVATIONS
 from te_jax.ops.linear import BasicLinear
 from te_jax.ops.norm import LayerNorm, RMSNorm
 from te_jax.ops.residual import MakeExtraOutput
 from te_jax.quant.tensor import QTensor
 
 NORMS = (RMSNorm, LayerNorm)
-ACTIVATIONS = (ReLU, GELU, SiLU, GEGLU, SwiGLU)
 
 
 @dataclasses.dataclass(frozen=True)
