@@ -19,6 +19,7 @@ import flax.linen as nn
 
 from te_jax.errors import check_type, check_value, message
 from te_jax.ops.base import Channel, Op
+from te_jax.ops.collective import bias_last
 
 Path = tuple[int, ...]  # (3, 0): element 0 of the list that is element 3
 ExtrasOf = Callable[[Any], tuple[int, int]]  # how many extra inputs and outputs something that is not an op has
@@ -87,7 +88,7 @@ def freeze(items: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def read_places(items: Sequence[Any], extras_of: ExtrasOf) -> list[Place | Foreign]:
-    """Everything in a chain, in order.
+    """Everything in a chain, in order, but for a Bias before a sum over devices (``bias_last``).
 
     Raises:
       TypeError: something that is neither an op, a Flax module, a function nor a list of these.
@@ -111,7 +112,7 @@ def read_places(items: Sequence[Any], extras_of: ExtrasOf) -> list[Place | Forei
             places += [Place(op, path, scope) for op in item.expand()]
         else:
             places.append(Foreign(item, path, scope, *extras_of(item)))
-    return places
+    return bias_last(places)
 
 
 def _flat(items: Sequence[Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:

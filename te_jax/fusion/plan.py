@@ -215,6 +215,7 @@ def _planned(run: Run, step: Step, what: _Traced, value: Any, *, backward: bool)
     refusals = run.plan.backward_refusals if backward else run.plan.forward_refusals
     links = [run.links[i] for i in step.links]
     notes = [f"not quantized: {info.why_unquantized}" for info in links if info.why_unquantized]
+    notes += [note for info in links if (note := info.op.note(info)) is not None]
     unquantized = {info.why_unquantized for info in run.links}
     notes += [f"no {r.rule}: {r.reason}" for r in refusals if r.links[0] in step.links and r.reason not in unquantized]
     if "te_jax_gemm" in what.custom_calls:

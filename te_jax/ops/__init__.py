@@ -17,6 +17,9 @@ from te_jax.ops.base import ForwardContext as ForwardContext
 from te_jax.ops.base import Op as Op
 from te_jax.ops.base import ParamSpec as ParamSpec
 from te_jax.ops.bias import Bias as Bias
+from te_jax.ops.collective import AllGather as AllGather
+from te_jax.ops.collective import AllReduce as AllReduce
+from te_jax.ops.collective import ReduceScatter as ReduceScatter
 from te_jax.ops.linear import BasicLinear as BasicLinear
 from te_jax.ops.linear import Linear as Linear
 from te_jax.ops.misc import ConstantScale as ConstantScale

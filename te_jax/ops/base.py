@@ -112,6 +112,11 @@ class Op:
         del deterministic
         return False
 
+    def note(self, info: LinkInfo) -> str | None:
+        """What the plan says of its step, beside its name."""
+        del info
+        return None
+
     def forward(self, ctx: ForwardContext, x: Array) -> Array:
         """The result; puts what ``backward`` needs into ``ctx.saved``."""
         raise NotImplementedError

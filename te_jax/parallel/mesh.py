@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AxisType
 
 from te_jax import compat
+from te_jax.errors import check_value
 
 
 class Kind(enum.Enum):
@@ -58,6 +59,28 @@ def regime(*arrays) -> Regime:
         explicit=tuple(by_type[AxisType.Explicit]),
         auto=tuple(by_type[AxisType.Auto]),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedAxis:
+    """A mesh axis as the code being traced sees it."""
+
+    kind: AxisType
+    size: int
+
+
+def named_axis(caller: str, name: str, *arrays) -> NamedAxis | None:
+    """The axis of that name of the mesh that ``arrays`` live on, otherwise of the current one; None without a mesh.
+
+    Raises:
+      ValueError: a mesh without that axis, naming ``caller``.
+    """
+    mesh = regime(*arrays).mesh
+    if mesh.empty:
+        return None
+    check_value(name in mesh.axis_names, caller, "axis_name", f"one of the mesh's {mesh.axis_names}", repr(name))
+    place = mesh.axis_names.index(name)
+    return NamedAxis(mesh.axis_types[place], mesh.axis_sizes[place])
 
 
 def manual_axes() -> tuple[str, ...]:
