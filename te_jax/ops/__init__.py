@@ -26,6 +26,7 @@ from te_jax.ops.misc import ConstantScale as ConstantScale
 from te_jax.ops.misc import Dropout as Dropout
 from te_jax.ops.misc import Identity as Identity
 from te_jax.ops.misc import Reshape as Reshape
+from te_jax.ops.norm import L2Normalization as L2Normalization
 from te_jax.ops.norm import LayerNorm as LayerNorm
 from te_jax.ops.norm import RMSNorm as RMSNorm
 from te_jax.ops.residual import AddExtraInput as AddExtraInput

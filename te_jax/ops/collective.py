@@ -147,9 +147,9 @@ class _AlongDimension(Collective):
 
 @dataclasses.dataclass(frozen=True)
 class AllGather(_AlongDimension):
-    """The parts of x [..., n, ...] along ``dimension`` of all devices of an axis, one after the other [..., n * size, ...].
+    """The parts x [..., n, ...] of all devices of an axis, one after the other: [..., n * size, ...].
 
-    ``dimension``: default the last but one, the tokens of x [T, C] and the sequence of x [B, T, C].
+    ``dimension``: along which; default the last but one, the tokens of x [T, C] and the sequence of x [B, T, C].
     """
 
     verb: ClassVar[str] = "gathers"

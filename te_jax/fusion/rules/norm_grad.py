@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from te_jax.fusion.pattern import Rule, Window, slot
-from te_jax.fusion.rules.producer import NORMS
+from te_jax.ops.norm import NORMS
 from te_jax.ops.residual import MakeExtraOutput
 
 

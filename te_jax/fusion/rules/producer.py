@@ -14,11 +14,9 @@ from te_jax.fusion.rules.linear import why_no_fp8_gemm
 from te_jax.ops import linear
 from te_jax.ops.activation import ACTIVATIONS
 from te_jax.ops.linear import BasicLinear
-from te_jax.ops.norm import LayerNorm, RMSNorm
+from te_jax.ops.norm import NORMS
 from te_jax.ops.residual import MakeExtraOutput
 from te_jax.quant.tensor import QTensor
-
-NORMS = (RMSNorm, LayerNorm)
 
 
 @dataclasses.dataclass(frozen=True)
