@@ -291,11 +291,16 @@ class ChainModule(nn.Module, kw_only=True):
     def _quantized_kernels(self, run: Run, part: RunPart, params: Any, state: Any) -> Kernels:
         """The kernels that were quantized before this call, by link; inside of ``making_kernels`` made and stored."""
         none = (None,) * len(run.links)
-        names = {i: "linear_" + "_".join(map(str, p.path)) for i, p in enumerate(part.places) if run.links[i].quantized}
+        names = {
+            i: "linear_" + "_".join(map(str, p.path))
+            for i, p in enumerate(part.places)
+            if run.links[i].quantizes_kernel
+        }
         name, where = f"fp8_{part.name}", "/".join((*self.path, type(self).__name__))
         making = _making_kernels.get()
         if making is not None:
-            making.update({info.label: info.why_unquantized for info in run.links if info.why_unquantized is not None})
+            linears = [info for info in run.links if "kernel" in info.op.roles]
+            making.update({info.label: info.why_unquantized for info in linears if info.why_unquantized is not None})
         if not names or self.is_initializing():
             return none
         if making is not None:

@@ -50,7 +50,7 @@ def quantize_kernels(run: Run, params: Params, state: Mapping[str, Array]) -> Ke
     kernels: list[QuantizedKernel | None] = []
     for info, scales in zip(run.links, read_scales(run, state), strict=True):
         ctx = ForwardContext(info, params.get(info.scope, {}), train=True, scales=scales)
-        kernels.append(info.op.quantize_kernel(ctx) if info.quantized else None)
+        kernels.append(info.op.quantize_kernel(ctx) if info.quantizes_kernel else None)
     return tuple(kernels)
 
 

@@ -61,7 +61,7 @@ class Run:
 
     @property
     def quantizes(self) -> bool:
-        """Whether any linear is quantized."""
+        """Whether anything is quantized."""
         return any(info.quantized for info in self.links)
 
     @property

@@ -29,6 +29,7 @@ from te_jax.ops.misc import Reshape as Reshape
 from te_jax.ops.norm import L2Normalization as L2Normalization
 from te_jax.ops.norm import LayerNorm as LayerNorm
 from te_jax.ops.norm import RMSNorm as RMSNorm
+from te_jax.ops.quantize import Quantize as Quantize
 from te_jax.ops.residual import AddExtraInput as AddExtraInput
 from te_jax.ops.residual import AddResidual as AddResidual
 from te_jax.ops.residual import MakeExtraOutput as MakeExtraOutput

@@ -59,7 +59,7 @@ class Op:
 
     num_extra_inputs: ClassVar[int] = 0
     num_extra_outputs: ClassVar[int] = 0
-    roles: ClassVar[tuple[str, ...]] = ()  # the quantizers it has; only linears have any
+    roles: ClassVar[tuple[str, ...]] = ()  # the quantizers it has: of linears and Quantize
 
     def expand(self) -> tuple[Op, ...]:
         """The basic ops it stands for; they share the parameter scope of this one."""
@@ -99,7 +99,7 @@ class Op:
         """
 
     def why_unquantized(self, x: TensorType, recipe: Recipe | None) -> str | None:
-        """Why a linear runs in high precision for an input of this type; None if it is quantized, or no linear."""
+        """Why an op with quantizers doesn't quantize for an input of this type; None if it does, or has none."""
         del x, recipe
         return None
 
@@ -138,7 +138,7 @@ class LinkInfo:
     scope: str  # where its parameters are: the scope of the first place of the same object
     x_type: TensorType
     recipe: Recipe | None = None
-    why_unquantized: str | None = None  # linears: why they run in high precision; None: they are quantized
+    why_unquantized: str | None = None  # ops with quantizers: why they run in high precision; None: they are quantized
 
     @property
     def label(self) -> str:
@@ -146,12 +146,16 @@ class LinkInfo:
 
     @property
     def quantizing_recipe(self) -> Recipe:
-        """The recipe of a quantized linear; raises ValueError where there is none."""
+        """The recipe of what is quantized; raises ValueError where there is none."""
         return required(self.recipe, self.label, "recipe")
 
     @property
     def quantized(self) -> bool:
         return bool(self.op.roles) and self.why_unquantized is None
+
+    @property
+    def quantizes_kernel(self) -> bool:
+        return self.quantized and "kernel" in self.op.roles
 
     @property
     def y_type(self) -> TensorType:

@@ -36,6 +36,8 @@ def make_op(kind, features):
         return ops.Bias(jax.nn.initializers.normal(1.0))
     if kind is ops.ConstantScale:
         return ops.ConstantScale(-0.5)
+    if kind is ops.Quantize:
+        return ops.Quantize(backward=True)
     return kind()
 
 
@@ -48,13 +50,16 @@ def chains_of(rule):
 def windows(cases):
     """Every whole window of every rule with every case; of the activations, which are all alike to a rule, two do that.
 
-    The others, and windows without all of their optional ops, have one case each, in turn.
+    The others, and windows without all of their optional ops, have one case each, in turn; so has a Quantize between a
+    norm, or one of the two, and a linear.
     """
     for rules, backward in ((FORWARD_RULES, False), (BACKWARD_RULES, True)):
         for rule in rules:
             for number, kinds in enumerate(chains_of(rule)):
                 few = any(k in ACTIVATIONS and k not in (ops.GELU, ops.SwiGLU) for k in kinds)
-                few = few or len(kinds) < len(rule.pattern)
+                if few and ops.Quantize in kinds:
+                    continue
+                few = few or len(kinds) < len(rule.pattern) or (ops.Quantize in kinds and len(kinds) > 2)
                 for case in [list(cases)[number % len(cases)]] if few else cases:
                     name = f"{rule.name}:{'-'.join(k.__name__ for k in kinds)}-{case}"
                     yield pytest.param(rule, kinds, backward, case, id=name)
