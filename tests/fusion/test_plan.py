@@ -48,6 +48,20 @@ def test_norm_and_activation_write_fp8_and_nothing_else_quantizes_activations(re
     assert backward == ["te_jax_quantize", *gemms, "te_jax_activation_grad", *gemms, "te_jax_norm_grad"]
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_plan_counts_what_is_lowered_with_quantize_and_other_kinds(recipe):
+    """Every op behind the first linear writes, forward and backward, what the next one reads in FP8."""
+    chain = [ops.L2Normalization(), ops.Quantize(), ops.Linear(256), ops.ClampedSwiGLU(gate="second")]
+    chain += [ops.Linear(128, use_bias=False), ops.Quantize(backward=True), ops.SquaredReLU(), ops.Linear(64)]
+    module = te.Sequential(chain, recipe=RECIPES[recipe], dtype=jnp.bfloat16)
+    plan = module.plan(X, platform="cuda")
+    assert collections.Counter(plan.custom_calls) == lowered_custom_calls(module, X, platform="cuda")
+    # Beside the passes of norm and activations: three kernels, the first Quantize's is the norm's pass, the second one
+    # quantizes x and dy, and the last linear dy.
+    assert plan.custom_calls["te_jax_quantize"] == 3 + 2 + 1
+    assert plan.custom_calls["te_jax_activation"] == 2
+
+
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -1,5 +1,6 @@
 """AllGather, ReduceScatter and AllReduce on Manual, Explicit and Auto axes: values, gradients, and what is compiled."""
 
+import functools
 import re
 
 import jax
@@ -43,12 +44,14 @@ def loss_of(module, weights):
     return lambda variables, x: jnp.sum(module.apply(variables, x).astype(jnp.float32) * weights)
 
 
-def setup(recipe):
+@functools.cache
+def on_one_device(recipe):
+    """(variables, x, weights, the loss and its gradients)"""
     module = mlp(recipe, HIDDEN, first=[], last=[])
     x = jax.random.normal(jax.random.key(0), (BATCH, TOKENS, WIDTH))
     weights = jax.random.normal(jax.random.key(2), x.shape)
     variables = module.init(jax.random.key(1), x)
-    return module, variables, x, weights
+    return variables, x, weights, jax.jit(jax.value_and_grad(loss_of(module, weights), argnums=(0, 1)))(variables, x)
 
 
 def compiled(form, recipe, regime, variables, x, weights):
@@ -90,8 +93,7 @@ def close(got, want, tolerance):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_tensor_parallel_mlp_equals_one_device(form, recipe, regime):
-    module, variables, x, weights = setup(RECIPES[recipe])
-    want = jax.jit(jax.value_and_grad(loss_of(module, weights), argnums=(0, 1)))(variables, x)
+    variables, x, weights, want = on_one_device(RECIPES[recipe])
     program, args = compiled(form, RECIPES[recipe], regime, variables, x, weights)
     got = program(*args)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-4)  # a sum that cancels
@@ -130,8 +132,9 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("same", [False, True], ids=["sharded", "same on all devices"])
+@pytest.mark.parametrize(
+    ("same", "check_vma"), [(False, True), (False, False), (True, True)], ids=["sharded", "no checks", "replicated"]
+)
 @pytest.mark.parametrize("name", PLAIN)
 def test_derivatives_are_those_of_jax(name, same, check_vma):
     """With sharded and with replicated x, before a function that varies and one that doesn't."""
