@@ -128,7 +128,7 @@ def passes(rows, cols):
                 return results(P.norm(x, gamma, beta, scale, P.NormSpec(kind=kind, stats=True, **both)))
 
             yield f"{kind}, {name}", norm, scale, (x, *params), (2 * reads + 2) * n
-        for kind, operand in (("gelu", x), ("swiglu", wide)):
+        for kind, operand in (("gelu", x), ("swiglu", wide), ("squared_relu", x), ("clamped_swiglu", wide)):
 
             def activation(scale, x, kind=kind):
                 return results(P.activation(x, scale, P.ActivationSpec(kind=kind, **both)))
