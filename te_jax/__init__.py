@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    """``te.checkpoint``, on first use: orbax takes a while to import."""
-    if name == "checkpoint":
-        return importlib.import_module("te_jax.checkpoint")
+    """``te.checkpoint`` and ``te.nnx``, on first use: orbax and flax.nnx take a while to import."""
+    if name in ("checkpoint", "nnx"):
+        return importlib.import_module(f"te_jax.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

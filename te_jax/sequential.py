@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -23,7 +23,7 @@ from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
 from te_jax.fusion.run import Run
 from te_jax.ops.base import LinkInfo, Op, ParamSpec, TensorType
 from te_jax.quant import state as fp8_state
-from te_jax.quant.state import KERNELS
+from te_jax.quant.state import KERNELS, NEXT
 from te_jax.recipe import Recipe
 
 
@@ -118,7 +118,9 @@ class ChainModule(nn.Module, kw_only=True):
         types.check_on_device(name, {"params": params, fp8_state.COLLECTION: state})
         kernels = self._quantized_kernels(run, part, params, state)
         cast = tuple(extra.astype(type_.dtype) for extra, type_ in zip(extras, extra_types, strict=True))
-        return execute(run, params, state, kernels, keys, x.astype(dtype), cast)
+        y, extra_outputs, next_state = execute(run, params, state, kernels, keys, x.astype(dtype), cast)
+        self._put_next_state(part.name, next_state)
+        return y, extra_outputs
 
     @nn.nowrap
     def plan(self, *shapes_or_arrays: Any, train: bool = True, platform: str | None = None) -> FusionPlan:
@@ -229,7 +231,9 @@ class ChainModule(nn.Module, kw_only=True):
                 check_value(why is None, info.label, "recipe", "a linear that can be quantized (strict=True)", why)
             links.append(info)
         rules = (tuple(self.forward_rules), tuple(self.backward_rules))
-        return Run(tuple(links), self.recipe, *rules, part.wiring), types.entering(part, x_types)
+        quantizes = any(info.quantized for info in links)
+        forward_state = _updating_state.get() and quantizes and self.recipe is not None and self.recipe.stateful
+        return Run(tuple(links), self.recipe, *rules, part.wiring, forward_state), types.entering(part, x_types)
 
     @nn.nowrap
     def _run_params(
@@ -288,6 +292,16 @@ class ChainModule(nn.Module, kw_only=True):
         return dict(state)
 
     @nn.nowrap
+    def _put_next_state(self, part_name: str, next_state: Mapping[str, Array]) -> None:
+        """Inside of ``updating_state``: the state that a run's forward pass leaves, of several uses combined."""
+        name = f"fp8_{part_name}"
+        if not next_state or self.is_initializing() or not self.is_mutable_collection(NEXT):
+            return
+        if self.has_variable(NEXT, name):
+            next_state = fp8_state.accumulate(self.get_variable(NEXT, name), next_state)
+        self.put_variable(NEXT, name, next_state)
+
+    @nn.nowrap
     def _quantized_kernels(self, run: Run, part: RunPart, params: Any, state: Any) -> Kernels:
         """The kernels that were quantized before this call, by link; inside of ``making_kernels`` made and stored."""
         none = (None,) * len(run.links)
@@ -319,6 +333,23 @@ class ChainModule(nn.Module, kw_only=True):
                 pair = [_type_name(fields.get(field)) for fields in (wanted[i], got)]
                 check_value(pair[0] == pair[1], where, f"{KERNELS}/{name}/{key}/{field}", *pair)
         return tuple(given[names[i]] if i in names else None for i in range(len(run.links)))
+
+
+_updating_state: contextvars.ContextVar[bool] = contextvars.ContextVar("te_jax_updating_state", default=False)
+
+
+@contextlib.contextmanager
+def updating_state() -> Generator[None]:
+    """Chains that are applied inside put the FP8 state that their forward pass leaves into ``fp8_next_state``.
+
+    That is for callers that don't differentiate with respect to the state, such as ``nnx.grad``: x and kernel have
+    their next state, dy is new again and so uses current scaling. Apply with ``mutable=[NEXT]``.
+    """
+    token = _updating_state.set(True)
+    try:
+        yield
+    finally:
+        _updating_state.reset(token)
 
 
 _making_kernels: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(

@@ -17,7 +17,7 @@ from te_jax import ops
 from te_jax.errors import check_value
 from te_jax.flax.layers import check_array, norm_op
 from te_jax.fusion.plan import FusionPlan
-from te_jax.quant.state import COLLECTION, KERNELS
+from te_jax.quant.state import COLLECTION, KERNELS, NEXT
 from te_jax.recipe import Recipe
 from te_jax.sequential import ChainModule
 
@@ -140,11 +140,12 @@ class DenseGeneral(nn.Module):
             for name, state in initial.get(COLLECTION, {}).items():
                 self.put_variable(COLLECTION, name, state)
         given = {name: self.variables[name] for name in (COLLECTION, KERNELS) if name in self.variables}
-        writes = self.is_mutable_collection(KERNELS) and not self.is_initializing()
-        applied: Any = dense.apply({"params": params, **given}, flat, mutable=[KERNELS] if writes else [])
+        writable = [c for c in (KERNELS, NEXT) if self.is_mutable_collection(c) and not self.is_initializing()]
+        applied: Any = dense.apply({"params": params, **given}, flat, mutable=writable)
         y, made = applied
-        for name, kernels in made.get(KERNELS, {}).items():
-            self.put_variable(KERNELS, name, kernels)
+        for collection in writable:
+            for name, value in made.get(collection, {}).items():
+                self.put_variable(collection, name, value)
         return y.reshape(*y.shape[:-1], *features)
 
     def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> FusionPlan:

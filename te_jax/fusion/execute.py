@@ -7,7 +7,7 @@ transformation carries it, and nothing else does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,12 +36,15 @@ def execute(
     keys: tuple,
     x: Array,
     extras: tuple[Array, ...],
-) -> tuple[Array, tuple[Array, ...]]:
-    """y and the extra outputs that leave a run, differentiable in params, state, x and extras, in any mesh regime.
+) -> tuple[Array, tuple[Array, ...], Mapping[str, Array]]:
+    """y, the extra outputs that leave a run and its next state, differentiable in params, state, x and extras.
 
-    The gradient of a kernel that came quantized goes to the parameter all the same.
+    In any mesh regime. The gradient of a kernel that came quantized goes to the parameter all the same. The next state
+    is {} unless ``run.forward_state``: the new rows of the quantizers that the forward pass used (x and kernel), zeros,
+    which read as unused, in the others. Nothing is differentiated through it.
     """
-    return _run(run, params, state, kernels, keys, x, extras)
+    y, extra_outputs, next_state = _run(run, params, state, kernels, keys, x, extras)
+    return y, extra_outputs, jax.lax.stop_gradient(next_state)
 
 
 @compat.numpy_promotion()
@@ -57,8 +60,9 @@ def quantize_kernels(run: Run, params: Params, state: Mapping[str, Array]) -> Ke
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @compat.numpy_promotion()
 def _run(run: Run, params, state, kernels, keys, x, extras):
-    y, contexts = _forward(run, params, read_scales(run, state), kernels, keys, x, extras, train=False)
-    return y, extra_values.leaving(run, contexts)
+    train = run.forward_state  # which amaxes are taken for
+    y, contexts = _forward(run, params, read_scales(run, state), kernels, keys, x, extras, train=train)
+    return y, extra_values.leaving(run, contexts), _forward_state(run, state, contexts)
 
 
 @compat.numpy_promotion()
@@ -71,7 +75,7 @@ def _run_fwd(run: Run, params, state, kernels, keys, x, extras):
     # A scan over layers stacks every residual, scalars too, so only the scales that are used yet are kept.
     left = [{role: s for role, s in scale.items() if role not in u} for scale, u in zip(scales, used, strict=True)]
     residuals = (params, state, left, keys, kinds, saved, used)
-    outputs = (y, extra_values.leaving(run, contexts))
+    outputs = (y, extra_values.leaving(run, contexts), _forward_state(run, state, contexts))
     if isinstance(run.recipe, BlockScaling) and run.quantizes and mesh.regime(x).explicit:
         outputs = _as_without_backward(outputs, run, params, state, kernels, keys, x, extras)
     return outputs, residuals
@@ -87,6 +91,10 @@ def _as_without_backward(outputs: Any, run: Run, *operands: Any) -> Any:
     return jax.tree.map(lambda kind, out: kind.match(out), kinds[0], outputs, is_leaf=is_like)
 
 
+def _forward_state(run: Run, state: Mapping[str, Array], contexts: Sequence[ForwardContext]) -> Mapping[str, Array]:
+    return write_state(run, state, [ctx.used for ctx in contexts]) if run.forward_state else {}
+
+
 def _apart(saved: Array) -> Array:
     """A saved activation, kept apart from the value that the forward pass goes on with.
 
@@ -99,7 +107,7 @@ def _apart(saved: Array) -> Array:
 @compat.numpy_promotion()
 def _run_bwd(run: Run, residuals, cotangents):
     params, state, scales, keys, (x_kind, extra_kinds), saved, used = residuals
-    dy, extra_output_grads = cotangents
+    dy, extra_output_grads, _ = cotangents
     contexts = backward_contexts(run, params, keys, saved, extra_output_grads, scales)
     for step in run.plan.backward:
         dy = backward_step(run, step, contexts, dy)

@@ -140,7 +140,7 @@ def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[Plann
     forward, value = [], x
     has_state = bool(state) and run.quantizes
     if has_state:
-        forward.append(_state_step(run, "reads the scales of", what))
+        forward.append(_reads_state(run, what))
     for step in run.plan.forward:
 
         def traced_forward(arrays, outputs, value, step=step):
@@ -154,6 +154,8 @@ def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[Plann
         what, (value, new_saved, outputs) = _trace(traced_forward, arrays, outputs, value)
         saved = [new if i in step.links else old for i, (old, new) in enumerate(zip(saved, new_saved, strict=True))]
         forward.append(_planned(run, step, what, value, backward=False))
+    if has_state and run.forward_state:
+        forward.append(_writes_state(run, ("x", "kernel"), state, _DY_IS_CURRENT))
     if not train:
         return forward, []
     leaving = tuple(outputs[link][number] for link, number in run.wiring.leaving)
@@ -170,16 +172,26 @@ def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[Plann
 
         what, (value, grads, _) = _trace(traced_backward, arrays, saved, leaving, grads, value)
         backward.append(_planned(run, step, what, value, backward=True))
-    if has_state:
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        used = [dict.fromkeys(info.op.roles, scalar) if info.quantized else {} for info in run.links]
-        what, _ = _trace(functools.partial(write_state, run), state, used)
-        backward.append(_state_step(run, "writes the state of", what))
+    if has_state and not run.forward_state:
+        backward.append(_writes_state(run, ("x", "kernel", "dy"), state))
     return forward, backward
 
 
-def _state_step(run: Run, does: str, what: _Traced) -> PlannedStep:
-    return PlannedStep(("FP8 state",), f"{does} {len(run.quantizers)} quantizers", what.custom_calls, False, ())
+_DY_IS_CURRENT = "dy: current scaling, as nothing differentiates its state (te.nnx.grad does)"
+
+
+def _reads_state(run: Run, what: _Traced) -> PlannedStep:
+    name = f"reads the scales of {len(run.quantizers)} quantizers"
+    return PlannedStep(("FP8 state",), name, what.custom_calls, False, ())
+
+
+def _writes_state(run: Run, roles: tuple[str, ...], state: Any, *notes: str) -> PlannedStep:
+    """The step that writes the state of the quantizers of these roles."""
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    used = [{r: scalar for r in info.op.roles if r in roles} if info.quantized else {} for info in run.links]
+    what, _ = _trace(functools.partial(write_state, run), state, used)
+    written = sum(role in roles for _, role in run.quantizers)
+    return PlannedStep(("FP8 state",), f"writes the state of {written} quantizers", what.custom_calls, False, notes)
 
 
 def _trace(fn, *avals) -> tuple[_Traced, Any]:

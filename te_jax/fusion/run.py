@@ -47,13 +47,17 @@ class Wiring:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A maximal run of ops. Hashable: the static argument of its VJP."""
+    """A maximal run of ops. Hashable: the static argument of its VJP.
+
+    ``forward_state``: whether the forward pass, too, returns the next FP8 state, as far as it is known there.
+    """
 
     links: tuple[LinkInfo, ...]
     recipe: Recipe | None
     forward_rules: tuple[Rule, ...]
     backward_rules: tuple[Rule, ...]
     wiring: Wiring
+    forward_state: bool = False
 
     @property
     def plan(self) -> RunPlan:

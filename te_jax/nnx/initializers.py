@@ -1,0 +1,80 @@
+"""Initialisers with sharding metadata, of nnx or of linen, on their way through a linen module to an nnx.Param."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+from flax import nnx
+from flax.core import meta
+from jax import Array
+
+from te_jax.ops.base import Op
+
+
+class _Held:
+    """An nnx.VariableMetadata as static data of a pytree: equal to itself alone."""
+
+    def __init__(self, metadata: nnx.VariableMetadata):
+        self.metadata = dataclasses.replace(metadata, raw_value=None)
+
+
+class _Annotated(flax.struct.PyTreeNode, meta.AxisMetadata[Array]):
+    """A value that linen carries about in its box, with what nnx is to know of it."""
+
+    value: Any
+    annotations: _Held = flax.struct.field(pytree_node=False)
+
+    def unbox(self) -> Any:
+        return self.value
+
+    def replace_boxed(self, val: Any) -> _Annotated:
+        return self.replace(value=val)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> _Annotated:
+        raise NotImplementedError  # linen's lifted transformations; te.nnx uses none
+
+    remove_axis = add_axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Initializer:
+    """An initialiser whose annotations (``nnx.with_partitioning``, ``nn.with_partitioning``) survive linen."""
+
+    init: Callable[..., Any]
+
+    def __call__(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Any:
+        made = self.init(key, shape, dtype)
+        if isinstance(made, nnx.VariableMetadata):
+            return _Annotated(made.raw_value, _Held(made))
+        if isinstance(made, meta.AxisMetadata):
+            value = getattr(made, "value")  # noqa: B009 (AxisMetadata doesn't declare it, all of flax's have it)
+            metadata = {name: v for name, v in dict(made.to_nnx_metadata()).items() if name != "value" and v is not None}
+            return _Annotated(value, _Held(nnx.VariableMetadata(value, metadata=metadata)))
+        return made
+
+
+def wrapped(init: Callable[..., Any]) -> Initializer:
+    """The initialiser as an `Initializer`."""
+    return init if isinstance(init, Initializer) else Initializer(init)
+
+
+def with_wrapped(op: Op) -> Op:
+    """The op with every callable field that is named ``init`` or ``*_init`` as an `Initializer`."""
+    fields = {field.name: getattr(op, field.name) for field in dataclasses.fields(op)}
+    inits = {name: wrapped(v) for name, v in fields.items() if (name == "init" or name.endswith("_init")) and callable(v)}
+    return dataclasses.replace(op, **inits) if inits else op
+
+
+def as_param(value: Any) -> nnx.Param:
+    """An nnx.Param of what linen's init made: an array, or a box with annotations."""
+    if not isinstance(value, _Annotated):
+        return nnx.Param(value)
+    return nnx.Param(dataclasses.replace(value.annotations.metadata, raw_value=value.value))
+
+
+def is_box(value: Any) -> bool:
+    """Whether the value is an array with annotations."""
+    return isinstance(value, _Annotated)
