@@ -4,6 +4,7 @@ FP8 state is updated by calls of the modules: ``nnx.grad`` and ``nnx.Optimizer(w
 and then dy has current scaling. With ``te.nnx.grad`` in place of ``nnx.grad`` it has delayed scaling too. docs/nnx.md.
 """
 
+from te_jax.nnx.accumulate import accumulate_gradients
 from te_jax.nnx.grad import grad, value_and_grad
 from te_jax.nnx.layers import Dense, DenseGeneral, LayerNormDense, LayerNormMLP, TransformerLayer
 from te_jax.nnx.module import Module
@@ -20,6 +21,7 @@ __all__ = [
     "Module",
     "Sequential",
     "TransformerLayer",
+    "accumulate_gradients",
     "grad",
     "to_variables",
     "update",

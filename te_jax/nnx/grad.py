@@ -19,9 +19,7 @@ Argnum = int | nnx.DiffState
 _GRAPH_MODE = {name: True for name in ("graph", "graph_updates") if name in inspect.signature(nnx.grad).parameters}
 
 
-def grad(
-    f: Callable[..., Any], *, argnums: Argnum | Sequence[Argnum] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
+def grad(f: Callable[..., Any], *, argnums: Argnum | Sequence[Argnum] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """``nnx.grad`` for models with FP8 state: gradients are the same, and the state is updated as exactly as in linen.
 
     The loss is differentiated with respect to the FP8 state of its arguments too; its "gradient" is its next value, and

@@ -51,7 +51,9 @@ class Initializer:
             return _Annotated(made.raw_value, _Held(made))
         if isinstance(made, meta.AxisMetadata):
             value = getattr(made, "value")  # noqa: B009 (AxisMetadata doesn't declare it, all of flax's have it)
-            metadata = {name: v for name, v in dict(made.to_nnx_metadata()).items() if name != "value" and v is not None}
+            metadata = {
+                name: v for name, v in dict(made.to_nnx_metadata()).items() if name != "value" and v is not None
+            }
             return _Annotated(value, _Held(nnx.VariableMetadata(value, metadata=metadata)))
         return made
 
@@ -64,7 +66,9 @@ def wrapped(init: Callable[..., Any]) -> Initializer:
 def with_wrapped(op: Op) -> Op:
     """The op with every callable field that is named ``init`` or ``*_init`` as an `Initializer`."""
     fields = {field.name: getattr(op, field.name) for field in dataclasses.fields(op)}
-    inits = {name: wrapped(v) for name, v in fields.items() if (name == "init" or name.endswith("_init")) and callable(v)}
+    inits = {
+        name: wrapped(v) for name, v in fields.items() if (name == "init" or name.endswith("_init")) and callable(v)
+    }
     return dataclasses.replace(op, **inits) if inits else op
 
 

@@ -57,7 +57,7 @@ class Module(nnx.Module):
         self.rngs = rngs.dropout.fork() if has_dropout else nnx.data(None)
         first = self._abstract_definition() if first is None else first
         variables: Any = first.init(rngs.params(), *(jnp.zeros(x.shape, x.dtype) for x in inputs))
-        _attach(self, name, variables["params"], initializers.as_param)
+        _attach(self, name, variables.get("params", {}), initializers.as_param)
         _attach(self, name, variables.get(COLLECTION, {}), FP8State)
 
     def set_view(self, deterministic: bool | None = None, use_running_average: bool | None = None) -> None:

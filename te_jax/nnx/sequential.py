@@ -113,9 +113,7 @@ class Sequential(Module):
           ValueError, TypeError: as ``te.Sequential``, naming op and argument.
         """
         deterministic = self._is_deterministic(deterministic)
-        return self._call(
-            x, *extras, deterministic=deterministic, use_running_average=use_running_average, rngs=rngs
-        )
+        return self._call(x, *extras, deterministic=deterministic, use_running_average=use_running_average, rngs=rngs)
 
     def _runnable(self) -> linen.Sequential:
         return self._with_children(lambda module: lambda x: module(x))

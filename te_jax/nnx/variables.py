@@ -49,8 +49,9 @@ def update(model: Any, variables: Mapping[str, Any]) -> None:
       ValueError: a variable is missing, or isn't one of the model's, or has another shape or dtype.
     """
     op = "nnx.update"
-    ok = isinstance(variables, Mapping)
-    check_type(ok, op, "variables", "a dict of collections", type(variables).__name__)
+    ok = isinstance(variables, Mapping) and not isinstance(variables, nnx.State)
+    expected = "a dict of collections (nnx.update takes an nnx.State)"
+    check_type(ok, op, "variables", expected, type(variables).__name__)
     have: dict[tuple[str, ...], Any] = {}
     for path, variable in _flat(model).items():
         collection = _collection(variable)
