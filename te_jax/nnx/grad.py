@@ -16,7 +16,8 @@ from te_jax.quant import state as fp8_state
 Argnum = int | nnx.DiffState
 
 # What tree mode (graph=False) lacks is needed: gradients of some of the Variables of a module, and updates to others.
-_GRAPH_MODE = {name: True for name in ("graph", "graph_updates") if name in inspect.signature(nnx.grad).parameters}
+_PARAMETERS = inspect.signature(nnx.grad).parameters
+_GRAPH_MODE: dict[str, Any] = {name: True for name in ("graph", "graph_updates") if name in _PARAMETERS}
 
 
 def grad(f: Callable[..., Any], *, argnums: Argnum | Sequence[Argnum] = 0, has_aux: bool = False) -> Callable[..., Any]:

@@ -30,10 +30,10 @@ class _Annotated(flax.struct.PyTreeNode, meta.AxisMetadata[Array]):
     def unbox(self) -> Any:
         return self.value
 
-    def replace_boxed(self, val: Any) -> _Annotated:
+    def replace_boxed(self, val: Any) -> Any:
         return self.replace(value=val)
 
-    def add_axis(self, index: int, params: dict[Any, Any]) -> _Annotated:
+    def add_axis(self, index: int, params: dict[Any, Any]) -> Any:
         raise NotImplementedError  # linen's lifted transformations; te.nnx uses none
 
     remove_axis = add_axis
@@ -46,14 +46,13 @@ class Initializer:
     init: Callable[..., Any]
 
     def __call__(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Any:
-        made = self.init(key, shape, dtype)
+        made: Any = self.init(key, shape, dtype)
         if isinstance(made, nnx.VariableMetadata):
             return _Annotated(made.raw_value, _Held(made))
         if isinstance(made, meta.AxisMetadata):
-            value = getattr(made, "value")  # noqa: B009 (AxisMetadata doesn't declare it, all of flax's have it)
-            metadata = {
-                name: v for name, v in dict(made.to_nnx_metadata()).items() if name != "value" and v is not None
-            }
+            box: Any = made
+            metadata = {name: value for name, value in box.to_nnx_metadata().items() if value is not None}
+            value = metadata.pop("value")
             return _Annotated(value, _Held(nnx.VariableMetadata(value, metadata=metadata)))
         return made
 
@@ -65,10 +64,9 @@ def wrapped(init: Callable[..., Any]) -> Initializer:
 
 def with_wrapped(op: Op) -> Op:
     """The op with every callable field that is named ``init`` or ``*_init`` as an `Initializer`."""
-    fields = {field.name: getattr(op, field.name) for field in dataclasses.fields(op)}
-    inits = {
-        name: wrapped(v) for name, v in fields.items() if (name == "init" or name.endswith("_init")) and callable(v)
-    }
+    names = (field.name for field in dataclasses.fields(op))
+    fields = {name: getattr(op, name) for name in names if name == "init" or name.endswith("_init")}
+    inits: dict[str, Any] = {name: wrapped(init) for name, init in fields.items() if callable(init)}
     return dataclasses.replace(op, **inits) if inits else op
 
 
@@ -77,8 +75,3 @@ def as_param(value: Any) -> nnx.Param:
     if not isinstance(value, _Annotated):
         return nnx.Param(value)
     return nnx.Param(dataclasses.replace(value.annotations.metadata, raw_value=value.value))
-
-
-def is_box(value: Any) -> bool:
-    """Whether the value is an array with annotations."""
-    return isinstance(value, _Annotated)

@@ -112,7 +112,8 @@ class Module(nnx.Module):
         if not runs or frozen or state.is_differentiated(runs):
             return definition.apply(variables, *args, rngs=keys, **kwargs)
         with updating_state():
-            y, made = definition.apply(variables, *args, rngs=keys, mutable=[NEXT], **kwargs)
+            applied: Any = definition.apply(variables, *args, rngs=keys, mutable=[NEXT], **kwargs)
+        y, made = applied
         following = made.get(NEXT, {})
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((y, following)))
         state.write(runs, following, traced=traced)

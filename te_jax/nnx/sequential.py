@@ -140,10 +140,11 @@ class Sequential(Module):
                 module = getattr(self, item.name)
                 functions[item.name] = function_of(module)
                 functions[item.name].__name__ = type(module).__name__
+        definition: Any = self.definition
         if not functions:
-            return self.definition
+            return definition
         chain = [functions[item.name] if isinstance(item, _Child) else item for item in self.ops]
-        return self.definition.clone(ops=tuple(chain))
+        return definition.clone(ops=tuple(chain))
 
 
 def _separate(ops: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, nnx.Module]]:

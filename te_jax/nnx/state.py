@@ -28,7 +28,7 @@ class _Step(NamedTuple):
 
 
 class FP8State(nnx.Variable[Array]):
-    """A leaf of FP8 scale state, f32 (docs/numerics.md has the shapes): linen's collection ``_overwrite_with_gradient``.
+    """A leaf of FP8 scale state, f32, of a shape in docs/numerics.md: linen's collection ``_overwrite_with_gradient``.
 
     Not a Param: ``nnx.Optimizer(wrt=nnx.Param)``, gradient norms and weight decay don't see it. Calls of its module
     update it, and ``te.nnx.grad`` does so exactly.

@@ -29,9 +29,9 @@ def loss_fn(model, x):
 
 
 def trained():
-    model = nnx_model()
+    model, step = nnx_model(), nnx.jit(te.nnx.grad(loss_fn))
     for i in range(3):
-        grads = te.nnx.grad(loss_fn)(model, (i + 1) * X)
+        grads = step(model, (i + 1) * X)
         nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads))
     return model
 

@@ -50,10 +50,15 @@ def parity(model):
     return np.sign(leaves_of(model)["uses"][:, 64])
 
 
-def trained(steps=2, grad=te.nnx.grad):
+forward_grad = nnx.jit(nnx.grad(loss_fn))  # one program for all models of `dense`
+exact_grad = nnx.jit(te.nnx.grad(loss_fn))
+GRADS = {"nnx.grad": (nnx.grad, forward_grad), "te.nnx.grad": (te.nnx.grad, exact_grad)}
+
+
+def trained(steps=2, grad=exact_grad):
     model = dense()
     for i in range(steps):
-        grad(loss_fn)(model, *batch(i))
+        grad(model, *batch(i))
     return model
 
 
@@ -95,12 +100,12 @@ def test_optimizer_of_params_alone():
 
 def test_gradients_have_current_scaling_for_dy():
     """As linen's, with the same state: x and kernel seeded, dy not."""
-    model = trained(2, nnx.grad)
+    model = trained(2, forward_grad)
     variables = te.nnx.to_variables(model)
     module = te.flax.Dense(32, use_bias=False, recipe=RECIPE)
     x, c = batch(7)
-    got = nnx.grad(loss_fn)(model, x, c)
-    want = jax.grad(lambda v: (module.apply(v, x) * c).sum())(variables)
+    got = forward_grad(model, x, c)
+    want = jax.jit(jax.grad(lambda v: (module.apply(v, x) * c).sum()))(variables)
     assert_trees_identical(nnx.to_pure_dict(got), want["params"])
 
 
@@ -123,7 +128,7 @@ def test_te_grad_is_linens_gradient():
         assert loss == want
         assert_trees_identical(te.nnx.to_variables(model)[COLLECTION], variables[COLLECTION])
     np.testing.assert_array_equal(history(model)[2, :3], [amax(batch(i)[1]) for i in (2, 1, 0)])
-    grads = te.nnx.grad(loss_fn)(model, *batch(0))
+    grads = exact_grad(model, *batch(0))
     assert [type(v) for v in jax.tree.leaves(grads, is_leaf=lambda v: isinstance(v, nnx.Variable))] == [nnx.Param]
 
 
@@ -138,7 +143,7 @@ def test_te_grads_signature():
     (loss, y), (dc, grads) = te.nnx.value_and_grad(with_aux, argnums=(0, 1), has_aux=True)(c, model, x=x)
     np.testing.assert_array_equal(dc, y)
     assert jnp.allclose(loss, (y * c).sum(), rtol=1e-5)
-    want = nnx.grad(loss_fn)(dense(), x, c)
+    want = forward_grad(dense(), x, c)
     assert_trees_identical(nnx.to_pure_dict(grads), nnx.to_pure_dict(want))
     nothing, _ = te.nnx.grad(with_aux, argnums=nnx.DiffState(1, nnx.BatchStat), has_aux=True)(c, model, x)
     assert not jax.tree.leaves(nothing)
@@ -151,11 +156,10 @@ def test_dy_is_not_frozen_when_its_gradient_is_no_longer_asked_for():
     model = trained(2)
     assert history(model)[2, 0] > 0
     x, c = batch(5)
-    nnx.grad(loss_fn)(model, x, c)  # still with the scale that the last step left
+    forward_grad(model, x, c)  # still with the scale that the last step left
     assert (history(model)[2] == 0).all()
-    got = nnx.grad(loss_fn)(model, x, c)
-    nnx.grad(loss_fn)(model, x, 1e-6 * c)
-    small = nnx.grad(loss_fn)(model, x, 1e-6 * c)  # a frozen scale would flush this to zero
+    got = forward_grad(model, x, c)
+    small = forward_grad(model, x, 1e-6 * c)  # a frozen scale would flush this to zero
     np.testing.assert_allclose(small.kernel.get_value(), 1e-6 * got.kernel.get_value(), rtol=1e-4)
 
 
@@ -164,11 +168,11 @@ def test_split_and_jax_grad():
     model = trained(1)
     x, c = batch(1)
     graphdef, params, fp8 = nnx.split(model, nnx.Param, FP8State)
-    grads = jax.grad(lambda p, s: loss_fn(nnx.merge(graphdef, p, s), x, c), argnums=(0, 1))(params, fp8)
+    grads = jax.jit(jax.grad(lambda p, s: loss_fn(nnx.merge(graphdef, p, s), x, c), argnums=(0, 1)))(params, fp8)
     assert_trees_identical(nnx.to_pure_dict(nnx.state(model, FP8State)), nnx.to_pure_dict(fp8))
     nnx.update(model, grads[1])
     other = trained(1)
-    want = te.nnx.grad(loss_fn)(other, x, c)
+    want = exact_grad(other, x, c)
     assert_trees_identical(nnx.to_pure_dict(grads[0]), nnx.to_pure_dict(want))
     assert_trees_identical(leaves_of(model), leaves_of(other))
 
@@ -176,19 +180,20 @@ def test_split_and_jax_grad():
 # ------------------------------------------------------------------------- one step, several uses
 
 
-@pytest.mark.parametrize("transform", ["eager", "jit"])
-@pytest.mark.parametrize("grad", [nnx.grad, te.nnx.grad], ids=["nnx.grad", "te.nnx.grad"])
-def test_a_module_used_twice(grad, transform):
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("grad", GRADS)
+def test_a_module_used_twice(grad, jit):
     """Stepped once, to the larger amax; both uses quantize with the scale that the step began with."""
-    model = trained(1, grad)
+    grad, once = GRADS[grad]
+    model = trained(1, once)
     first = history(model)
     (x1, c1), (x2, c2) = batch(1), batch(2, size=7)
 
-    def loss(model, *_):
+    def loss(model, x1, c1, x2, c2):
         return loss_fn(model, x1, c1) + loss_fn(model, x2, c2)
 
     run = grad(loss)
-    (nnx.jit(run) if transform == "jit" else run)(model, x1)
+    (nnx.jit(run) if jit else run)(model, x1, c1, x2, c2)
     leaves = leaves_of(model)
     assert (parity(model)[:2] == -1).all()
     uses = np.abs(leaves["uses"][:, 64])
@@ -226,7 +231,7 @@ def test_first_step_of_a_module_used_twice():
 
     x, c = batch(0)
     model, plain = Twice(), dense(recipe=te.CurrentScaling())
-    y = nnx.value_and_grad(lambda m: ((y := m(x)) * c).sum() + 0 * y.sum(), has_aux=False)(model)[0]
+    y, _ = nnx.jit(nnx.value_and_grad(lambda m: (m(x) * c).sum()))(model)
     want = ((plain(x) + plain(100 * x)) * c).sum()
     np.testing.assert_allclose(y, want, rtol=1e-6)
     np.testing.assert_allclose(history(model.first)[0, 0], amax(100 * x), rtol=0)
@@ -253,7 +258,7 @@ def test_unused_and_branches_not_taken_keep_their_state():
 # ------------------------------------------------------------------------------------ microbatches
 
 
-@pytest.mark.parametrize("grad", [nnx.grad, te.nnx.grad], ids=["nnx.grad", "te.nnx.grad"])
+@pytest.mark.parametrize("grad", GRADS)
 def test_microbatches_in_calls_of_their_own(grad):
     """Every gradient is a step of the state; parameters get the mean, here by optax.MultiSteps."""
     model = dense()
@@ -261,10 +266,10 @@ def test_microbatches_in_calls_of_their_own(grad):
     optimizer = nnx.Optimizer(model, optax.MultiSteps(optax.sgd(0.1), 2), wrt=nnx.Param)
     batches, grads = [batch(i) for i in range(2)], []
     for x, c in batches:
-        grads.append(nnx.jit(grad(loss_fn))(model, x, c))
+        grads.append(GRADS[grad][1](model, x, c))
         optimizer.update(model, grads[-1])
     np.testing.assert_array_equal(history(model)[0, :2], [amax(x) for x, _ in batches[::-1]])
-    if grad is te.nnx.grad:
+    if grad == "te.nnx.grad":
         np.testing.assert_array_equal(history(model)[2, :2], [amax(c) for _, c in batches[::-1]])
     mean = sum(np.asarray(g.kernel.get_value()) for g in grads) / 2
     np.testing.assert_allclose(model.kernel.get_value(), kernel - 0.1 * mean, rtol=1e-5, atol=1e-6)
@@ -299,7 +304,7 @@ def test_accumulate_gradients():
 
     run = nnx.jit(lambda m, x, c: te.nnx.accumulate_gradients(mean_loss, m, (x, c), num_microbatches=4))
     loss, grads = run(model, x, c)
-    want, want_grads = te.nnx.value_and_grad(mean_loss)(other, (x, c))
+    want, want_grads = nnx.jit(te.nnx.value_and_grad(mean_loss))(other, (x, c))
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     # dy of a microbatch is four times as large, and so is what its scale is clipped at.
     np.testing.assert_allclose(grads.kernel.get_value(), want_grads.kernel.get_value(), rtol=0.1, atol=0.01)
@@ -320,8 +325,7 @@ def test_evaluation_leaves_the_state_alone():
     before, (x, c) = leaves_of(model), batch(9, size=50)
     model.eval()
     y = model(x)
-    nnx.jit(lambda m, x: m(x))(model, x)
-    nnx.grad(loss_fn)(model, x, c)
+    forward_grad(model, x, c)
     assert_trees_identical(leaves_of(model), before)
     model.train()
     np.testing.assert_array_equal(model(x, use_running_average=True), y)
@@ -336,8 +340,8 @@ def test_evaluation_leaves_the_state_alone():
 def test_calls_that_quantize_nothing_leave_the_state_alone():
     model = trained(1)
     before = leaves_of(model)
-    nnx.grad(loss_fn)(model, jnp.ones((3, 16)), jnp.ones((3, 32)))
-    te.nnx.grad(loss_fn)(model, jnp.ones((3, 16)), jnp.ones((3, 32)))
+    forward_grad(model, jnp.ones((3, 16)), jnp.ones((3, 32)))
+    exact_grad(model, jnp.ones((3, 16)), jnp.ones((3, 32)))
     assert_trees_identical(leaves_of(model), before)
 
 
@@ -384,6 +388,6 @@ def test_a_frozen_state_is_found():
     model = trained(1)
     model.eval()
     before = nnx.to_pure_dict(nnx.state(model, FP8State))
-    nnx.grad(loss_fn)(model, *batch(1))
+    forward_grad(model, *batch(1))
     with pytest.raises(ValueError, match="state that this step did not update"):
         te.state.check(before, nnx.to_pure_dict(nnx.state(model, FP8State)), allow_unused=True)

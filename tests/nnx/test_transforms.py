@@ -96,7 +96,7 @@ def test_layers_created_by_vmap(grad):
     def create(rngs):
         return mlp(rngs)
 
-    layers = create(nnx.Rngs(0))
+    layers = nnx.jit(create)(nnx.Rngs(0))
     assert layers.fc1.kernel.shape == (LAYERS, 32, 32)
     assert not np.array_equal(layers.fc1.kernel[0], layers.fc1.kernel[1])
     assert {leaf.shape[:2] for leaf in jax.tree.leaves(nnx.state(layers, te.nnx.FP8State))} == {(LAYERS, 6)}
@@ -105,7 +105,7 @@ def test_layers_created_by_vmap(grad):
     def forward(x, layer):
         return layer(x)
 
-    grad(lambda layers, x: forward(x, layers).sum())(layers, X)
+    nnx.jit(grad(lambda layers, x: forward(x, layers).sum()))(layers, X)
     assert (np.asarray(layers.fp8_0.uses.get_value())[:, :2, 64] != 0).all()
 
 
@@ -115,10 +115,10 @@ def test_vmap_over_an_ensemble(grad):
     members = [te.nnx.Dense(32, 16, recipe=RECIPE, rngs=nnx.Rngs(i)) for i in range(2)]
     graphdef = nnx.split(members[0])[0]
     ensemble = nnx.merge(graphdef, jax.tree.map(lambda *a: jnp.stack(a), *(nnx.split(m)[1] for m in members)))
-    step = grad(lambda m, x: nnx.vmap(loss_fn, in_axes=(0, 0))(m, x).sum())
-    step(ensemble, X)
+    nnx.jit(grad(lambda m, x: nnx.vmap(loss_fn, in_axes=(0, 0))(m, x).sum()))(ensemble, X)
+    one = nnx.jit(grad(loss_fn))
     for i, member in enumerate(members):
-        grad(loss_fn)(member, X[i])
+        one(member, X[i])
         got = jax.tree.map(lambda leaf, i=i: leaf[i], nnx.to_pure_dict(nnx.state(ensemble, te.nnx.FP8State)))
         assert_trees_identical(got, nnx.to_pure_dict(nnx.state(member, te.nnx.FP8State)))
 
@@ -127,7 +127,7 @@ def test_vmap_over_examples_with_the_state_shared():
     """te.nnx.grad sums the uses of all examples; in evaluation nothing is written."""
     model = te.nnx.Dense(32, 16, recipe=RECIPE, rngs=nnx.Rngs(0))
     over_examples = nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))
-    te.nnx.grad(lambda m, x: over_examples(m, x).sum())(model, X)
+    nnx.jit(te.nnx.grad(lambda m, x: over_examples(m, x).sum()))(model, X)
     leaves = nnx.to_pure_dict(nnx.state(model, te.nnx.FP8State))["fp8_0"]
     assert (np.abs(leaves["uses"][:, 64]) == 2 * 2.0**-64).all()
     model.eval()
@@ -143,11 +143,11 @@ def test_remat_of_a_module_used_twice():
         return once(model, x).sum() + once(model, 3 * x).sum()
 
     model, other = (te.nnx.Dense(32, 16, recipe=RECIPE, rngs=nnx.Rngs(0)) for _ in range(2))
-    nnx.grad(loss)(model, X)
+    nnx.jit(nnx.grad(loss))(model, X)
     history = model.fp8_0.amax_history.get_value() * 2.0**64
     amax = float(jnp.abs(X).max())
     np.testing.assert_allclose(history[0], [3 * amax, amax, 0, 0], rtol=1e-6)
-    te.nnx.grad(loss)(other, X)
+    nnx.jit(te.nnx.grad(loss))(other, X)
     uses = other.fp8_0.uses.get_value() * 2.0**64
     assert (uses[:, 64] == 2).all()
     assert (uses[:, :64].sum(1) == 2).all()
@@ -175,7 +175,7 @@ def test_flaxs_other_modes(options):
     """Modules as pytrees: nnx.grad then differentiates the state too; calls and te.nnx.grad update it as ever."""
     model, other = mlp(nnx.Rngs(0)), mlp(nnx.Rngs(0))
     grads = nnx.jit(lambda m, x: nnx.grad(loss_fn, **options)(m, x), **options)(model, X)
-    want = te.nnx.grad(loss_fn)(other, X)
+    want = nnx.jit(te.nnx.grad(loss_fn))(other, X)
     np.testing.assert_allclose(grads.fc1.kernel.get_value(), want.fc1.kernel.get_value(), rtol=1e-4, atol=1e-7)
     as_state = nnx.to_pure_dict(nnx.state(grads, te.nnx.FP8State))
     assert_trees_identical(as_state, nnx.to_pure_dict(nnx.state(other, te.nnx.FP8State)))
