@@ -7,6 +7,7 @@ from te_jax import ops
 import importlib
 
 from te_jax import flax as flax
+from te_jax import nnx as nnx
 from te_jax import ops as ops
 from te_jax import state as state
 from te_jax.accumulate import accumulate_gradients as accumulate_gradients
@@ -24,7 +25,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    """``te.checkpoint`` and ``te.nnx``, on first use: orbax and flax.nnx take a while to import."""
-    if name in ("checkpoint", "nnx"):
-        return importlib.import_module(f"te_jax.{name}")
+    """``te.checkpoint``, on first use: orbax takes a while to import."""
+    if name == "checkpoint":
+        return importlib.import_module("te_jax.checkpoint")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ from jax import Array
 
 from te_jax import accumulate
 from te_jax.errors import check_value
-from te_jax.nnx.state import DIFFERENTIATED, FP8State
+from te_jax.nnx.state import ANY_FP8_STATE, DIFFERENTIATED, FP8State
 from te_jax.quant import state as fp8_state
 from te_jax.quant.state import COLLECTION
 
@@ -37,7 +37,7 @@ def accumulate_gradients(
     Raises:
       ValueError, TypeError: naming the argument; also if ``loss_fn`` changes Variables, which would be lost.
     """
-    graphdef, params, fp8, rest = nnx.split(model, nnx.Param, FP8State, ...)
+    graphdef, params, fp8, rest = nnx.split(model, nnx.Param, ANY_FP8_STATE, ...)
 
     def pure_loss(variables: Any, microbatch: Any) -> Array:
         leaves = jax.tree.leaves(variables.get(COLLECTION, {}))

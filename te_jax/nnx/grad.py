@@ -10,7 +10,7 @@ from typing import Any
 from flax import nnx
 
 from te_jax.errors import check_type
-from te_jax.nnx.state import DIFFERENTIATED, FP8State
+from te_jax.nnx.state import ANY_FP8_STATE, DIFFERENTIATED, FP8State
 from te_jax.quant import state as fp8_state
 
 Argnum = int | nnx.DiffState
@@ -85,8 +85,8 @@ def value_and_grad(
 
 def _with_state(argnum: Argnum) -> nnx.DiffState:
     if isinstance(argnum, nnx.DiffState):
-        return nnx.DiffState(argnum.argnum, nnx.Any(argnum.filter, FP8State))
-    return nnx.DiffState(argnum, nnx.Any(nnx.Param, FP8State))
+        return nnx.DiffState(argnum.argnum, nnx.Any(argnum.filter, ANY_FP8_STATE))
+    return nnx.DiffState(argnum, nnx.Any(nnx.Param, ANY_FP8_STATE))
 
 
 def _fp8_state(argument: Any) -> Iterator[FP8State]:
@@ -97,8 +97,8 @@ def _take_state(argument: Any, grads: Any) -> Any:
     """Overwrites the FP8 state of the argument by its gradient; returns the other gradients."""
     if not isinstance(grads, nnx.State):
         return grads
-    following, rest = nnx.split_state(grads, FP8State, ...)
+    following, rest = nnx.split_state(grads, ANY_FP8_STATE, ...)
     if following:
-        old = nnx.to_pure_dict(nnx.state(argument, FP8State))
+        old = nnx.to_pure_dict(nnx.state(argument, ANY_FP8_STATE))
         nnx.update(argument, fp8_state.apply(old, nnx.to_pure_dict(following)))
     return rest

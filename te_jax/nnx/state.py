@@ -22,12 +22,24 @@ DIFFERENTIATED = "differentiated"
 """Metadata of an FP8State whose gradient will overwrite it (te.nnx.grad): the forward pass leaves it as it is."""
 
 
+def _registered() -> Any:
+    """The class that flax made for the collection, if a linen module with FP8 state came through nnx.bridge before."""
+    try:
+        return nnx.variable_type_from_name(COLLECTION)
+    except ValueError:
+        return None
+
+
+_FLAXS_CLASS = _registered()
+_Base: Any = _FLAXS_CLASS or nnx.Variable
+
+
 class _Step(NamedTuple):
     began_with: Array
     written: Array
 
 
-class FP8State(nnx.Variable[Array]):
+class FP8State(_Base):
     """A leaf of FP8 scale state, f32, of a shape in docs/numerics.md: linen's collection ``_overwrite_with_gradient``.
 
     Not a Param: ``nnx.Optimizer(wrt=nnx.Param)``, gradient norms and weight decay don't see it. Calls of its module
@@ -67,7 +79,11 @@ class FP8State(nnx.Variable[Array]):
 # What nnx.bridge makes of the collection is then an FP8State too. Code that looks for the collection's name in that
 # of the class (there was nothing else to look for) still finds it.
 FP8State.__name__ = COLLECTION
-nnx.register_variable_name(COLLECTION, FP8State, overwrite=True)
+if _FLAXS_CLASS is None:
+    nnx.register_variable_name(COLLECTION, FP8State)
+
+ANY_FP8_STATE: Any = _FLAXS_CLASS or FP8State
+"""FP8State, and what nnx.bridge makes of linen's collection."""
 
 
 def is_differentiated(runs: Mapping[str, Any]) -> bool:

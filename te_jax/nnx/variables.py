@@ -9,6 +9,8 @@ import jax
 from flax import nnx
 
 from te_jax.errors import check_type, check_value, message
+from te_jax.nnx.state import ANY_FP8_STATE
+from te_jax.quant.state import COLLECTION
 
 _SHOWN = 6  # variables named in an error
 
@@ -85,6 +87,8 @@ def _collection(variable: nnx.Variable) -> str | None:
         return None
     if isinstance(variable, nnx.Param):
         return "params"
+    if isinstance(variable, ANY_FP8_STATE):
+        return COLLECTION
     return nnx.variable_name_from_type(type(variable), allow_register=True)
 
 

@@ -60,3 +60,8 @@ def test_checkpoints(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="was trained with DelayedScaling.* the model has CurrentScaling") as said:
         run("docs/checkpoints.md")
     assert len(said) == 1
+
+
+def test_nnx(capsys):
+    run("docs/nnx.md")
+    assert "dy: current scaling" in capsys.readouterr().out

@@ -1,5 +1,9 @@
 """te.nnx modules against linen's, flax.nnx's own and plain jax.numpy; their variables, dropout and errors."""
 
+import subprocess
+import sys
+import textwrap
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -197,12 +201,38 @@ def test_partitioning_metadata_of_a_general_kernel():
     assert model.kernel.get_metadata("out_sharding") == ("a", "b", "c")
 
 
-def test_the_collection_is_this_type_in_flaxs_bridge():
+def test_linen_modules_through_flaxs_bridge():
+    """Their state is FP8State too; te.nnx.grad updates it, and after nnx.grad te.state.check says what is missing."""
     bridged = nnx.bridge.ToNNX(te.flax.Dense(48, recipe=DELAYED), rngs=nnx.Rngs(0)).lazy_init(X)
-    state = nnx.state(bridged, te.nnx.FP8State)
-    assert set(nnx.to_pure_dict(state)["fp8_0"]) == {"amax_history", "scale", "uses"}
     assert te.nnx.FP8State.__name__ == COLLECTION  # what MaxText looks for
-    assert set(te.nnx.to_variables(bridged)) == {"params", COLLECTION}
+    variables = te.nnx.to_variables(bridged)
+    assert set(variables) == {"params", COLLECTION}
+    assert len(jax.tree.leaves(nnx.state(bridged, te.nnx.FP8State))) == 3
+    nnx.grad(lambda m: m(X).sum())(bridged)
+    with pytest.raises(ValueError, match="state that this step did not update"):
+        te.state.check(variables[COLLECTION], te.nnx.to_variables(bridged)[COLLECTION])
+    te.nnx.grad(lambda m: m(X).sum())(bridged)
+    te.state.check(variables[COLLECTION], te.nnx.to_variables(bridged)[COLLECTION])
+
+
+def test_flaxs_bridge_was_there_first():
+    """A class that flax has made for the collection before te_jax was imported stays its class."""
+    script = """
+        import jax.numpy as jnp
+        from flax import nnx
+        first = nnx.variable_type_from_name("_overwrite_with_gradient", allow_register=True)
+        import te_jax as te
+        bridged = nnx.bridge.ToNNX(te.flax.Dense(16, recipe=te.DelayedScaling(amax_history_len=2)), rngs=nnx.Rngs(0))
+        native = te.nnx.Dense(16, 16, recipe=te.DelayedScaling(amax_history_len=2), rngs=nnx.Rngs(0))
+        for model in (bridged.lazy_init(jnp.ones((16, 16))), native):
+            grads = te.nnx.grad(lambda m: m(jnp.ones((16, 16))).sum())(model)
+            leaves = te.nnx.to_variables(model)["_overwrite_with_gradient"]["fp8_0"]
+            assert isinstance(model.fp8_0["uses"] if model is not native else model.fp8_0.uses, first)
+            assert (leaves["uses"][:, 64] > 0).all()
+            assert len(nnx.to_flat_state(nnx.state(grads))) == 2
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_errors():

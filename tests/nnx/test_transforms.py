@@ -153,6 +153,27 @@ def test_remat_of_a_module_used_twice():
     assert (uses[:, :64].sum(1) == 2).all()
 
 
+def test_scan_with_one_layer_for_all_steps():
+    """Given as nnx.Carry it is stepped every time; as a constant nnx drops what is written, which check finds."""
+    x = X[0]
+
+    def loss(model, x, axes):
+        if axes is None:
+            return nnx.scan(lambda x, m: m(x), in_axes=(nnx.Carry, None), out_axes=nnx.Carry, length=3)(x, model).sum()
+        body = nnx.scan(lambda c: (c[0], c[0](c[1])), in_axes=nnx.Carry, out_axes=nnx.Carry, length=3)
+        return body((model, x))[1].sum()
+
+    model = te.nnx.Dense(32, 32, use_bias=False, recipe=RECIPE, rngs=nnx.Rngs(0))
+    nnx.jit(nnx.grad(loss), static_argnums=2)(model, x, nnx.Carry)
+    assert (model.fp8_0.amax_history.get_value()[0] > 0).sum() == 3
+    before = te.nnx.to_variables(model)[te.state.COLLECTION]
+    nnx.jit(nnx.grad(loss), static_argnums=2)(model, x, None)
+    with pytest.raises(ValueError, match="state that this step did not update"):
+        te.state.check(before, te.nnx.to_variables(model)[te.state.COLLECTION], allow_unused=True)
+    nnx.jit(te.nnx.grad(loss), static_argnums=2)(model, x, None)
+    np.testing.assert_array_equal(jnp.abs(model.fp8_0.uses.get_value()[:, 64]), 3 * 2.0**-64)
+
+
 def test_jit_traces_once():
     """What a step does to the state doesn't change the static part of the model."""
     model, traces = mlp(nnx.Rngs(0)), []
