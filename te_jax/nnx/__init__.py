@@ -6,10 +6,11 @@ and then dy has current scaling. With ``te.nnx.grad`` in place of ``nnx.grad`` i
 
 from te_jax.nnx.accumulate import accumulate_gradients
 from te_jax.nnx.grad import grad, value_and_grad
-from te_jax.nnx.layers import Dense, DenseGeneral, LayerNormDense, LayerNormMLP, TransformerLayer
+from te_jax.nnx.layers import Dense, DenseGeneral, LayerNormDense, LayerNormMLP
 from te_jax.nnx.module import Module
 from te_jax.nnx.sequential import Sequential
 from te_jax.nnx.state import FP8State
+from te_jax.nnx.transformer import MultiHeadAttention, TransformerLayer
 from te_jax.nnx.variables import to_variables, update
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "LayerNormDense",
     "LayerNormMLP",
     "Module",
+    "MultiHeadAttention",
     "Sequential",
     "TransformerLayer",
     "accumulate_gradients",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,14 +66,14 @@ class Dense(Module):
             param_dtype=param_dtype,
         )
         self.in_features, self.features = in_features, features
-        super().__init__(definition, _row("Dense", in_features), has_dropout=False, rngs=rngs)
+        super().__init__(definition, row("Dense", in_features), has_dropout=False, rngs=rngs)
 
     def __call__(self, x: Array, *, use_running_average: bool | None = None) -> Array:
         """x [*lead, in_features] -> [*lead, features], in ``dtype``.
 
         ``use_running_average``: whether to leave the FP8 state as it is; None: the attribute.
         """
-        _check_features("Dense", x, self.in_features)
+        check_features("Dense", x, self.in_features)
         return self._call(x, use_running_average=use_running_average)
 
 
@@ -124,11 +124,11 @@ class LayerNormDense(Module):
             param_dtype=param_dtype,
         )
         self.in_features, self.features = in_features, features
-        super().__init__(definition, _row("LayerNormDense", in_features), has_dropout=False, rngs=rngs)
+        super().__init__(definition, row("LayerNormDense", in_features), has_dropout=False, rngs=rngs)
 
     def __call__(self, x: Array, *, use_running_average: bool | None = None) -> Array:
         """x [*lead, in_features] -> [*lead, features], in ``dtype``; the argument as in ``Dense``."""
-        _check_features("LayerNormDense", x, self.in_features)
+        check_features("LayerNormDense", x, self.in_features)
         return self._call(x, use_running_average=use_running_average)
 
 
@@ -191,7 +191,7 @@ class LayerNormMLP(Module):
             param_dtype=param_dtype,
         )
         self.in_features, self.features = in_features, features
-        x = _row("LayerNormMLP", in_features)
+        x = row("LayerNormMLP", in_features)
         super().__init__(definition, x, has_dropout=dropout_rate > 0, rngs=rngs)
 
     def __call__(
@@ -206,7 +206,7 @@ class LayerNormMLP(Module):
 
         ``deterministic``, ``use_running_average``: None: the attributes. ``rngs``: for dropout, None: the module's.
         """
-        _check_features("LayerNormMLP", x, self.in_features)
+        check_features("LayerNormMLP", x, self.in_features)
         deterministic = self._is_deterministic(deterministic)
         return self._call(x, deterministic=deterministic, use_running_average=use_running_average, rngs=rngs)
 
@@ -246,7 +246,7 @@ class DenseGeneral(Module):
         sizes, axes = _as_tuple(in_features), _as_tuple(axis)
         expected = f"one size for each axis of {axes}"
         check_value(len(sizes) == len(axes), "DenseGeneral", "in_features", expected, in_features)
-        shape = tuple(_row("DenseGeneral", size).shape[-1] for size in sizes)
+        shape = tuple(row("DenseGeneral", size).shape[-1] for size in sizes)
         definition = linen.DenseGeneral(
             features if isinstance(features, int) else tuple(features),
             axes,
@@ -271,98 +271,14 @@ class DenseGeneral(Module):
         return self._call(x, use_running_average=use_running_average)
 
 
-class TransformerLayer(Module):
-    """h = x + attn(norm(x)); y = h + mlp(norm(h)), for x [B, T, in_features] or [T, in_features].
-
-    Variables: those of ``te.flax.TransformerLayer``, under ``attn/{qkv,proj}`` and ``mlp``.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        num_heads: int,
-        hidden_features: int,
-        *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        activation: str = "swiglu",
-        norm: str = "rmsnorm",
-        epsilon: float = 1e-6,
-        use_bias: bool = False,
-        causal: bool = True,
-        rope: bool = True,
-        rope_base: float = 10000.0,
-        dropout_rate: float = 0.0,
-        attention_implementation: Literal["xla", "cudnn"] | None = None,
-        kernel_init: Initializer = default_kernel_init,
-        bias_init: Initializer = default_bias_init,
-        recipe: Recipe | None = None,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        """Makes the variables.
-
-        Args:
-          in_features: features of x and of y.
-          num_heads, hidden_features, ..., attention_implementation: as in ``te.flax.TransformerLayer``.
-          kernel_init, bias_init, recipe, dtype, param_dtype: as in ``Dense``.
-          rngs: ``rngs.params()`` initialises; with dropout, ``rngs.dropout`` is forked.
-
-        Raises:
-          ValueError: as ``te.flax.TransformerLayer``.
-        """
-        definition = linen.TransformerLayer(
-            num_heads=num_heads,
-            hidden_features=hidden_features,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            activation=activation,
-            norm=norm,
-            epsilon=epsilon,
-            use_bias=use_bias,
-            causal=causal,
-            rope=rope,
-            rope_base=rope_base,
-            dropout_rate=dropout_rate,
-            attention_implementation=attention_implementation,
-            kernel_init=wrapped(kernel_init),
-            bias_init=wrapped(bias_init),
-            recipe=recipe,
-            dtype=dtype,
-            param_dtype=param_dtype,
-        )
-        self.in_features = in_features
-        x = _row("TransformerLayer", in_features)
-        super().__init__(definition, x, has_dropout=dropout_rate > 0, rngs=rngs)
-
-    def __call__(
-        self,
-        x: Array,
-        *,
-        positions: Array | None = None,
-        deterministic: bool | None = None,
-        use_running_average: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | None = None,
-    ) -> Array:
-        """x [B, T, C] or [T, C], positions [B, T] or [T] (default 0..T-1) -> the shape of x, in ``dtype``.
-
-        Other arguments as in ``LayerNormMLP``.
-        """
-        _check_features("TransformerLayer", x, self.in_features)
-        deterministic = self._is_deterministic(deterministic)
-        frozen = use_running_average
-        return self._call(x, positions=positions, deterministic=deterministic, use_running_average=frozen, rngs=rngs)
-
-
-def _row(name: str, in_features: Any) -> jax.ShapeDtypeStruct:
+def row(name: str, in_features: Any) -> jax.ShapeDtypeStruct:
     """An input of one row."""
     ok = isinstance(in_features, int) and not isinstance(in_features, bool) and in_features > 0
     check_value(ok, name, "in_features", "a positive int", repr(in_features))
     return jax.ShapeDtypeStruct((1, in_features), jnp.float32)
 
 
-def _check_features(name: str, x: Any, in_features: int) -> None:
+def check_features(name: str, x: Any, in_features: int) -> None:
     shape = getattr(x, "shape", ())
     check_value(shape[-1:] == (in_features,), name, "x", f"[*lead, {in_features}]", shape)
 

@@ -44,6 +44,11 @@ CASES = {
         lambda **kw: te.flax.TransformerLayer(2, 48, **kw),
         (X,),
     ),
+    "MultiHeadAttention": (
+        lambda **kw: te.nnx.MultiHeadAttention(K, 2, norm="layernorm", rope=True, residual=True, **kw),
+        lambda **kw: te.flax.MultiHeadAttention(2, norm="layernorm", rope=True, residual=True, **kw),
+        (X,),
+    ),
     "Sequential": (
         lambda **kw: te.nnx.Sequential(CHAIN, K, **kw),
         lambda **kw: te.Sequential(CHAIN, **kw),
