@@ -56,7 +56,7 @@ class Module(nnx.Module):
         self.use_running_average = False
         self.rngs = rngs.dropout.fork() if has_dropout else nnx.data(None)
         first = self._abstract_definition() if first is None else first
-        variables: Any = first.init(rngs.params(), *(jnp.zeros(x.shape, x.dtype) for x in inputs))
+        variables: Any = _init(first, inputs, rngs.params())
         _attach(self, name, variables.get("params", {}), initializers.as_param)
         _attach(self, name, variables.get(COLLECTION, {}), FP8State)
 
@@ -129,6 +129,22 @@ class Module(nnx.Module):
         ok = isinstance(stream, nnx.Rngs | nnx.RngStream)
         check_type(ok, type(self).__name__, "rngs", "nnx.Rngs or nnx.RngStream", type(stream).__name__)
         return {"dropout": (stream["dropout"] if isinstance(stream, nnx.Rngs) else stream)()}
+
+
+def _init(definition: nn.Module, inputs: tuple[jax.ShapeDtypeStruct, ...], key: jax.Array) -> Any:
+    """Linen's variables of the definition. Compiled once for equal ones, so that only the initialisers are run."""
+    try:
+        hash(definition)
+    except TypeError:  # an op with fields that are no data: linen's init says which
+        return _init_now(definition, inputs, key)
+    return _jitted_init(definition, inputs, key)
+
+
+def _init_now(definition: nn.Module, inputs: tuple[jax.ShapeDtypeStruct, ...], key: jax.Array) -> Any:
+    return definition.init(key, *(jnp.zeros(x.shape, x.dtype) for x in inputs))
+
+
+_jitted_init = jax.jit(_init_now, static_argnums=(0, 1))
 
 
 def _attach(node: nnx.Module, path: str, tree: Mapping[str, Any], make: Any) -> None:

@@ -12,7 +12,6 @@ from te_jax.testing import hlo
 from te_jax.testing.compare import assert_trees_identical
 
 RECIPE = te.DelayedScaling(amax_history_len=4)
-GRADS = pytest.mark.parametrize("grad", [nnx.grad, te.nnx.grad], ids=["nnx.grad", "te.nnx.grad"])
 LAYERS = 3
 
 
@@ -87,8 +86,7 @@ def test_scan_over_layers(grad, remat):
     assert hlo.count_custom_calls(compiled.as_text())["te_jax_scale_write"] == 1
 
 
-@GRADS
-def test_layers_created_by_vmap(grad):
+def test_layers_created_by_vmap():
     """The usual way of stacking, and what a scan does to stacked modules eagerly."""
 
     @nnx.split_rngs(splits=LAYERS)
@@ -105,18 +103,17 @@ def test_layers_created_by_vmap(grad):
     def forward(x, layer):
         return layer(x)
 
-    nnx.jit(grad(lambda layers, x: forward(x, layers).sum()))(layers, X)
+    nnx.jit(te.nnx.grad(lambda layers, x: forward(x, layers).sum()))(layers, X)
     assert (np.asarray(layers.fp8_0.uses.get_value())[:, :2, 64] != 0).all()
 
 
-@GRADS
-def test_vmap_over_an_ensemble(grad):
+def test_vmap_over_an_ensemble():
     """Each member has its own amaxes, as in a loop."""
     members = [te.nnx.Dense(32, 16, recipe=RECIPE, rngs=nnx.Rngs(i)) for i in range(2)]
     graphdef = nnx.split(members[0])[0]
     ensemble = nnx.merge(graphdef, jax.tree.map(lambda *a: jnp.stack(a), *(nnx.split(m)[1] for m in members)))
-    nnx.jit(grad(lambda m, x: nnx.vmap(loss_fn, in_axes=(0, 0))(m, x).sum()))(ensemble, X)
-    one = nnx.jit(grad(loss_fn))
+    nnx.jit(nnx.grad(lambda m, x: nnx.vmap(loss_fn, in_axes=(0, 0))(m, x).sum()))(ensemble, X)
+    one = nnx.jit(nnx.grad(loss_fn))
     for i, member in enumerate(members):
         one(member, X[i])
         got = jax.tree.map(lambda leaf, i=i: leaf[i], nnx.to_pure_dict(nnx.state(ensemble, te.nnx.FP8State)))
