@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from flax.typing import Dtype
 from jax import Array
 
 from te_jax import sequential as linen
+from te_jax.chain.places import Path, freeze, position
 from te_jax.errors import check_type, check_value
 from te_jax.fusion.pattern import Rule
 from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
@@ -35,7 +36,8 @@ class Sequential(Module):
 
     Variables have the paths of ``te.Sequential``: ``ops_<i>/{kernel,bias,scale}`` (or under the op's ``name``), FP8
     state at ``fp8_<i>``. An op or module object listed twice shares its parameters. An nnx module in the list is the
-    attribute ``ops_<i>``; it and functions of one array run as they are, and end a fusion window.
+    attribute ``ops_<i>``; it and functions of one array run as they are, and end a fusion window. A list inside of the
+    list is part of the chain; its elements are ``ops_<i>_<j>``.
 
     Attributes:
       ops: the chain; nnx modules are named there, not held.
@@ -85,9 +87,9 @@ class Sequential(Module):
         )
         self.definition = definition
         x = _example(in_features)
-        basic = [op for item in chain if isinstance(item, Op) for op in item.expand()]
-        has_dropout = any(op.needs_key(False) for op in basic)
-        super().__init__(definition, x, *self._extra_inputs(x), has_dropout=has_dropout, rngs=rngs)
+        has_dropout = any(op.needs_key(False) for item in _flat(chain) if isinstance(item, Op) for op in item.expand())
+        extras = self._abstract_definition().extra_input_types(x)
+        super().__init__(definition, x, *extras, has_dropout=has_dropout, rngs=rngs)
 
     def __call__(
         self,
@@ -121,50 +123,57 @@ class Sequential(Module):
     def _abstract_definition(self) -> linen.Sequential:
         return self._with_children(_abstract_call)
 
-    def _extra_inputs(self, x: jax.ShapeDtypeStruct) -> list[jax.ShapeDtypeStruct]:
-        """The types of the chain's extra inputs for this x: each its op's input type."""
-        extras = []
-        for item in self._abstract_definition().ops:
-            if not isinstance(item, Op):
-                x = jax.eval_shape(item, x)
-                continue
-            for op in item.expand():
-                extras += [x] * op.num_extra_inputs
-                x = op.out_type(x)
-        return extras
-
     def _with_children(self, function_of: Callable[[nnx.Module], Callable[[Array], Array]]) -> linen.Sequential:
-        functions: dict[str, Any] = {}
-        for item in self.ops:
-            if isinstance(item, _Child):
-                module = getattr(self, item.name)
-                functions[item.name] = function_of(module)
-                functions[item.name].__name__ = type(module).__name__
         definition: Any = self.definition
-        if not functions:
+        names = {item.name for item in _flat(self.ops) if isinstance(item, _Child)}
+        if not names:
             return definition
-        chain = [functions[item.name] if isinstance(item, _Child) else item for item in self.ops]
-        return definition.clone(ops=tuple(chain))
+        functions: dict[str, Any] = {}
+        for name in names:
+            module = getattr(self, name)
+            functions[name] = function_of(module)
+            functions[name].__name__ = type(module).__name__
+        return definition.clone(ops=_replaced(self.ops, functions))
 
 
 def _separate(ops: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, nnx.Module]]:
     """The chain with modules replaced by their names, and the modules by name."""
-    chain: list[Any] = []
     children: dict[str, nnx.Module] = {}
     seen: dict[int, Any] = {}  # what stands for an object that is listed again
-    kept: Sequence[Any] = tuple(ops)
-    for index, item in enumerate(kept):
+    kept = freeze(ops)  # ids stay those of these objects
+
+    def stand_in(item: Any, path: Path) -> Any:
+        if isinstance(item, tuple):
+            return tuple(stand_in(inner, (*path, i)) for i, inner in enumerate(item))
         expected = "an op, an nnx module (nnx.bridge.ToNNX makes one of a linen module) or a function"
-        check_type(not isinstance(item, nn.Module), "nnx.Sequential", f"ops[{index}]", expected, repr(item))
+        check_type(not isinstance(item, nn.Module), "nnx.Sequential", position(path), expected, repr(item))
         if id(item) not in seen:
             seen[id(item)] = item
             if isinstance(item, nnx.Module):
-                seen[id(item)] = _Child(f"ops_{index}")
-                children[f"ops_{index}"] = item
+                name = "_".join(("ops", *map(str, path)))
+                seen[id(item)], children[name] = _Child(name), item
             elif isinstance(item, Op):
                 seen[id(item)] = with_wrapped(item)
-        chain.append(seen[id(item)])
-    return tuple(chain), children
+        return seen[id(item)]
+
+    return tuple(stand_in(item, (i,)) for i, item in enumerate(kept)), children
+
+
+def _flat(chain: Sequence[Any]) -> Iterator[Any]:
+    for item in chain:
+        yield from _flat(item) if isinstance(item, tuple) else (item,)
+
+
+def _replaced(chain: Sequence[Any], functions: dict[str, Any]) -> tuple[Any, ...]:
+    """The chain with functions in the places of modules."""
+    return tuple(
+        _replaced(item, functions)
+        if isinstance(item, tuple)
+        else functions[item.name]
+        if isinstance(item, _Child)
+        else item
+        for item in chain
+    )
 
 
 def _abstract_call(module: nnx.Module) -> Callable[[Array], Array]:

@@ -147,6 +147,20 @@ def test_sequential_with_modules_and_functions():
     ]
 
 
+def test_lists_inside_of_the_chain():
+    """Paths are linen's; modules in lists are attributes too."""
+    inner = [ops.RMSNorm(), ops.Linear(K, use_bias=False)]
+    norm = nnx.LayerNorm(K, rngs=nnx.Rngs(0))
+    chain = te.nnx.Sequential([ops.Linear(K), inner, [norm, inner]], K, recipe=DELAYED, rngs=nnx.Rngs(0))
+    assert chain.ops_2_0 is norm
+    variables = te.nnx.to_variables(chain)
+    module = te.Sequential([ops.Linear(K), inner, [jnp.tanh, inner]], recipe=DELAYED)
+    shapes = jax.eval_shape(module.init, jax.random.key(0), X)
+    del variables["params"]["ops_2_0"]
+    assert shapes_of(variables) == shapes_of(shapes)
+    assert chain(X).shape == X.shape
+
+
 def test_sequential_takes_an_example_of_x():
     chain = [ops.Linear(K), ops.Reshape((2, 8 * K)), ops.Linear(16, use_bias=False)]
     model = te.nnx.Sequential(chain, jax.ShapeDtypeStruct((2, 8, K), jnp.float32), rngs=nnx.Rngs(0))
