@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 
 from te_jax.errors import check_type
@@ -95,10 +96,16 @@ def _fp8_state(argument: Any) -> Iterator[FP8State]:
 
 def _take_state(argument: Any, grads: Any) -> Any:
     """Overwrites the FP8 state of the argument by its gradient; returns the other gradients."""
+    nodes = jax.tree.leaves(argument, is_leaf=lambda x: isinstance(x, nnx.Pytree | nnx.Variable))
+    leaves, structure = jax.tree.flatten(grads, is_leaf=lambda x: isinstance(x, nnx.State | nnx.Variable))
+    return structure.unflatten(_take_node_state(node, g) for node, g in zip(nodes, leaves, strict=True))
+
+
+def _take_node_state(node: Any, grads: Any) -> Any:
     if not isinstance(grads, nnx.State):
         return grads
     following, rest = nnx.split_state(grads, ANY_FP8_STATE, ...)
     if following:
-        old = nnx.to_pure_dict(nnx.state(argument, ANY_FP8_STATE))
-        nnx.update(argument, fp8_state.apply(old, nnx.to_pure_dict(following)))
+        old = nnx.to_pure_dict(nnx.state(node, ANY_FP8_STATE))
+        nnx.update(node, fp8_state.apply(old, nnx.to_pure_dict(following)))
     return rest

@@ -152,6 +152,20 @@ def test_te_grads_signature():
         te.nnx.grad(with_aux, argnums=("x",))
 
 
+def test_te_grad_of_modules_in_a_dict():
+    models, (x, c) = {"a": dense(), "b": dense(seed=1)}, batch(0)
+
+    def loss(models, x, c):
+        return loss_fn(models["a"], x, c) + loss_fn(models["b"], 2 * x, c)
+
+    with jax.checking_leaks():
+        grads = nnx.jit(te.nnx.grad(loss))(models, x, c)
+    np.testing.assert_array_equal([history(m)[0, 0] for m in models.values()], [amax(x), amax(2 * x)])
+    assert [set(nnx.to_pure_dict(g)) for g in grads.values()] == [{"kernel"}] * 2
+    want = exact_grad(dense(), x, c)
+    np.testing.assert_allclose(grads["a"].kernel.get_value(), want.kernel.get_value(), rtol=1e-5, atol=1e-5)
+
+
 def test_dy_is_not_frozen_when_its_gradient_is_no_longer_asked_for():
     model = trained(2)
     assert history(model)[2, 0] > 0
@@ -193,7 +207,8 @@ def test_a_module_used_twice(grad, jit):
         return loss_fn(model, x1, c1) + loss_fn(model, x2, c2)
 
     run = grad(loss)
-    (nnx.jit(run) if jit else run)(model, x1, c1, x2, c2)
+    with jax.checking_leaks():
+        (nnx.jit(run) if jit else run)(model, x1, c1, x2, c2)
     leaves = leaves_of(model)
     assert (parity(model)[:2] == -1).all()
     uses = np.abs(leaves["uses"][:, 64])
