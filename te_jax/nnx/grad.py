@@ -75,9 +75,10 @@ def value_and_grad(
 
     @functools.wraps(f)
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
-        if kwargs:
-            args = inspect.signature(f).bind(*args, **kwargs).args
-        value, grads = differentiated(*args)
+        if kwargs:  # what only goes by keyword nnx refuses, as it does in nnx.grad
+            bound = inspect.signature(f).bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        value, grads = differentiated(*args, **kwargs)
         grads = tuple(_take_state(args[argnum.argnum], g) for argnum, g in zip(with_state, grads, strict=True))
         return value, grads[0] if isinstance(argnums, Argnum) else grads
 

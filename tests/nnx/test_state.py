@@ -148,6 +148,8 @@ def test_te_grads_signature():
     nothing, _ = te.nnx.grad(with_aux, argnums=nnx.DiffState(1, nnx.BatchStat), has_aux=True)(c, model, x)
     assert not jax.tree.leaves(nothing)
     assert (history(model)[:, 1] > 0).all()
+    with pytest.raises(TypeError, match="keyword arguments could not be resolved to positions"):
+        te.nnx.grad(lambda model, x, *, c: loss_fn(model, x, c))(model, x, c=c)
     with pytest.raises(TypeError, match=r"nnx.grad: argnums: expected ints or nnx.DiffState, got str"):
         te.nnx.grad(with_aux, argnums=("x",))
 
