@@ -23,7 +23,7 @@ from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
 from te_jax.fusion.run import Run
 from te_jax.ops.base import LinkInfo, Op, ParamSpec, TensorType
 from te_jax.quant import state as fp8_state
-from te_jax.quant.state import KERNELS, NEXT
+from te_jax.quant.state import KERNELS
 from te_jax.recipe import Recipe
 
 
@@ -334,6 +334,9 @@ class ChainModule(nn.Module, kw_only=True):
                 check_value(pair[0] == pair[1], where, f"{KERNELS}/{name}/{key}/{field}", *pair)
         return tuple(given[names[i]] if i in names else None for i in range(len(run.links)))
 
+
+NEXT = "fp8_next_state"
+"""The variable collection into which chains put the state that their forward pass leaves (``updating_state``)."""
 
 _updating_state: contextvars.ContextVar[bool] = contextvars.ContextVar("te_jax_updating_state", default=False)
 

@@ -17,9 +17,9 @@ from te_jax import ops
 from te_jax.errors import check_value
 from te_jax.flax.layers import check_array, norm_op
 from te_jax.fusion.plan import FusionPlan
-from te_jax.quant.state import COLLECTION, KERNELS, NEXT
+from te_jax.quant.state import COLLECTION, KERNELS
 from te_jax.recipe import Recipe
-from te_jax.sequential import ChainModule
+from te_jax.sequential import NEXT, ChainModule
 
 default_kernel_init = nn.initializers.lecun_normal()  # nn.Dense's default
 default_bias_init = nn.initializers.zeros_init()

@@ -60,9 +60,6 @@ COLLECTION = "_overwrite_with_gradient"
 KERNELS = "fp8_kernels"
 """The variable collection of kernels that were quantized once for several calls (te_jax.quantize_kernels)."""
 
-NEXT = "fp8_next_state"
-"""The variable collection into which a forward pass alone puts the next state (te_jax.sequential.updating_state)."""
-
 W = 2.0**-64
 RUNGS = 64
 PARITY = 64
