@@ -27,7 +27,14 @@ def test_values_and_gradients(op, fields):
     dy = np.random.default_rng(1).standard_normal(y.shape).astype(np.float32)
     np.testing.assert_allclose(y, oracle.activation(op.kind, x, **fields), rtol=2e-6, atol=1e-6)
     want = oracle.activation_grad(op.kind, dy, x, **fields)
-    np.testing.assert_allclose(pullback(dy)[0], want, rtol=4e-6, atol=2e-6)
+    # A slope is a sum of terms that cancel, and each is off by some units of fp32: of the tanh form of GELU,
+    # (1 + tanh) / 2 and x (1 - tanh^2) du / 2 with du < 1 + x^2 / 8.
+    # They are multiplied by dy, and by the other half if gated.
+    halves = np.split(np.abs(x), 2 if type(op) in GATED else 1, axis=-1)
+    most = np.max(halves, axis=0)
+    size = np.abs(dy) * (1 + most * (1 + most**2 / 8)) * (1 + most if len(halves) > 1 else 1)
+    error = np.abs(pullback(dy)[0] - want)
+    assert np.all(error <= 4e-6 * np.abs(want) + 4 * 2.0**-24 * np.concatenate([size] * len(halves), -1))
 
 
 def test_a_clamp_passes_the_cotangent_on_at_its_limit():
