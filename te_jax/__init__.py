@@ -12,6 +12,7 @@ from te_jax import ops as ops
 from te_jax import state as state
 from te_jax.accumulate import accumulate_gradients as accumulate_gradients
 from te_jax.accumulate import quantize_kernels as quantize_kernels
+from te_jax.flax.train_state import TrainState as TrainState
 from te_jax.fusion.plan import FusionPlan as FusionPlan
 from te_jax.quant.tensor import QTensor as QTensor
 from te_jax.recipe import BlockScaling as BlockScaling

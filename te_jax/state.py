@@ -1,5 +1,22 @@
-"""FP8 scale state for users: `te.state.split`, `merge`, `accumulate`, `apply`, `check`. See docs/numerics.md."""
+"""FP8 scale state for users: what an optimizer must not touch, kept apart or replaced. See docs/numerics.md.
 
-from te_jax.quant.state import COLLECTION, KERNELS, accumulate, apply, check, init, merge, split
+`split`, `merge`, `accumulate`, `apply` and `check` for training loops; `optimizer` makes any optax optimizer one of
+parameters and state; `te_jax.TrainState` does all of it.
+"""
 
-__all__ = ["COLLECTION", "KERNELS", "accumulate", "apply", "check", "init", "merge", "split"]
+from te_jax.quant.optimizer import Replacement, optimizer
+from te_jax.quant.state import COLLECTION, KERNELS, init
+from te_jax.quant.state_trees import accumulate, apply, check, merge, split
+
+__all__ = [
+    "COLLECTION",
+    "KERNELS",
+    "Replacement",
+    "accumulate",
+    "apply",
+    "check",
+    "init",
+    "merge",
+    "optimizer",
+    "split",
+]

@@ -4,6 +4,7 @@ from te_jax.flax.attention import MultiHeadAttention
 from te_jax.flax.dense import Dense, DenseGeneral, LayerNormDense
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.rotary import apply_rotary
+from te_jax.flax.train_state import TrainState
 from te_jax.flax.transformer import TransformerLayer
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "LayerNormDense",
     "LayerNormMLP",
     "MultiHeadAttention",
+    "TrainState",
     "TransformerLayer",
     "apply_rotary",
 ]

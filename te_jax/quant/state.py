@@ -26,7 +26,9 @@ within half an octave and their mean is the newest amax. Otherwise the newest am
 populated rung. Modulo 64 a rung could be one of many, 2**32 apart; the one nearest to the mean is meant, as the mean
 lies between max / k and max. A rung that holds the share s of the uses contributes at least s * its lower edge to the
 mean; one that would contribute more than the mean is a use 2**32 below the others, seen from the other side, and is
-left out. So the newest amax is within half an octave of the true maximum, without reference to any scale.
+left out. So the newest amax is within half an octave of the true maximum, without reference to any scale, if every
+share is at least 2**-16 and amaxes are within s * 2**31 of each other; of amaxes farther apart the newest may be up to
+1.1 / s times too large, never too small.
 
 u = 0 or not finite: unused or new; the quantizer takes the amax of its current tensor ("unseeded", scale 0).
 |parity| != |u|: updates of several steps were mixed, as optimizers with momentum do, or ordinary gradient descent
@@ -42,8 +44,8 @@ csrc/core/state.h), which give the same bits as it does on CPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +90,7 @@ class StateView(NamedTuple):
     bad: jax.Array
 
 
-class _Decoded(NamedTuple):
+class Decoded(NamedTuple):
     """Leaves after division by what was done to them; [...] are leading dimensions and Q."""
 
     used: jax.Array  # bool[...]
@@ -125,7 +127,7 @@ def init(num_quantizers: int, recipe: Recipe) -> dict[str, jax.Array]:
 @compat.numpy_promotion()
 def read(leaves: Leaves, fp8_max: jax.typing.ArrayLike, recipe: DelayedScaling) -> StateView:
     """Reads the leaves of Q quantizers whose formats have the largest values `fp8_max` f32[Q]."""
-    d = _decode(leaves)
+    d = decode(leaves)
     # A step without a finite amax > 0 leaves the history as it was before it.
     pushed = jnp.concatenate([d.newest[..., None], d.older], -1)
     not_pushed = jnp.concatenate([d.older, jnp.zeros_like(d.newest)[..., None]], -1)
@@ -157,12 +159,12 @@ def write(view: StateView, scale: jax.Array, amax: jax.Array, like: Leaves) -> d
     amax = jnp.where(jnp.isfinite(amax) & (amax >= _TINY), amax, 0.0)
     # The scale that a tensor without amax was given is arbitrary (1), not worth keeping.
     scale = jnp.where((view.scale > 0) | (amax > 0), scale, 0.0)
-    leaves = _encode(amax, view.history[..., :-1], scale, view.parity)
+    leaves = encode(amax, view.history[..., :-1], scale, view.parity)
     return {name: leaf.astype(like[name].dtype) for name, leaf in leaves.items()}
 
 
 @functools.partial(jax.jit, inline=True)
-def _decode(leaves: Leaves) -> _Decoded:
+def decode(leaves: Leaves) -> Decoded:
     history, scale, uses = (leaves[name].astype(jnp.float32) for name in ("amax_history", "scale", "uses"))
     rungs, parity = uses[..., :RUNGS], uses[..., PARITY]
     with_amax = _sum_of_rungs(rungs)
@@ -187,7 +189,7 @@ def _decode(leaves: Leaves) -> _Decoded:
     mismatch = jnp.abs(jnp.abs(parity) - jnp.abs(u)) > jnp.abs(u) * jnp.where(rounded, 2.0**-6, 2.0**-15)
     negative = jnp.where(u < 0, highest > 0, lowest < 0) | (scale * u < 0)
     bad = used & (mismatch | negative)
-    return _Decoded(
+    return Decoded(
         used=used,
         newest=jnp.where(has_amax, newest, 0.0),
         older=jnp.where(used[..., None], _finite(_over(history[..., 1:], u[..., None])), 0.0),
@@ -206,10 +208,15 @@ def _sum_of_rungs(rungs: jax.Array) -> jax.Array:
     return rungs[..., 0]
 
 
-def _encode(newest: jax.Array, older: jax.Array, scale: jax.Array, parity: jax.Array) -> dict[str, jax.Array]:
-    """What one use writes. newest, scale, parity: f32[...], older: f32[..., H - 1]."""
-    rung = _rung(newest)
-    slot = jnp.where(newest > 0, rung & (RUNGS - 1), NO_AMAX)[..., None]
+def encode(
+    newest: jax.Array, older: jax.Array, scale: jax.Array, parity: jax.Array, has_amax: jax.Array | None = None
+) -> dict[str, jax.Array]:
+    """What one use writes. newest, scale, parity: f32[...], older: f32[..., H - 1].
+
+    ``has_amax`` bool[...] (newest > 0 where it is None) may say that there was one too small for the history.
+    """
+    has_amax = newest > 0 if has_amax is None else has_amax
+    slot = jnp.where(has_amax, _rung(newest) & (RUNGS - 1), NO_AMAX)[..., None]
     one_hot = (slot == np.arange(RUNGS + 2)).astype(jnp.float32)
     uses = jnp.where(np.arange(RUNGS + 2) == PARITY, parity[..., None], one_hot)
     history = jnp.concatenate([newest[..., None], older], -1)
@@ -269,145 +276,3 @@ def _split(u: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _finite(a: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(a), a, 0.0)
-
-
-# ------------------------------------------------------------------------------------------- trees of many runs
-
-
-def split(variables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(everything else, FP8 state) of a dict of variable collections, or of its gradient.
-
-    The first part is what an optimizer, a clip or a gradient norm should see. The state is {} if there is none.
-    Quantized kernels (collection ``fp8_kernels``) are in neither: they are stale once the parameters change.
-    """
-    ok = isinstance(variables, Mapping)
-    errors.check_type(ok, "state.split", "variables", "a dict of collections", type(variables).__name__)
-    rest = {name: value for name, value in variables.items() if name not in (COLLECTION, KERNELS)}
-    return rest, dict(variables.get(COLLECTION, {}))
-
-
-def merge(rest: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `split`."""
-    errors.check_type(isinstance(rest, Mapping), "state.merge", "rest", "a dict of collections", type(rest).__name__)
-    errors.check_value(COLLECTION not in rest, "state.merge", "rest", f"no {COLLECTION!r}", sorted(rest))
-    return {**rest, COLLECTION: dict(state)} if state else dict(rest)
-
-
-@compat.numpy_promotion()
-def accumulate(a: Any, b: Any) -> Any:
-    """Combines the state cotangents of two microbatches or uses of the same step: the exact maximum of their amax.
-
-    A plain sum is read rightly too, but knows the maximum only to half an octave. Zeros count as unused, so they
-    can start a loop. Cotangents of different steps (unequal parity) combine to bad state.
-    """
-    return _map_runs("state.accumulate", _accumulate, a, b)
-
-
-@compat.numpy_promotion()
-def accumulate_stacked(stacked: Any) -> Any:
-    """Combines the state cotangents of many microbatches, stacked along a first dimension; as `accumulate` does."""
-
-    def combine(path: tuple, leaves: Any) -> Any:
-        got = sorted(leaves) if isinstance(leaves, Mapping) else type(leaves).__name__
-        name = jax.tree_util.keystr(path) or "the state"
-        errors.check_type(_is_run(leaves), "state.accumulate_stacked", name, f"leaves {sorted(LEAVES)}", got)
-        return _accumulate_stacked(leaves)
-
-    return jax.tree_util.tree_map_with_path(combine, stacked, is_leaf=_is_run)
-
-
-@compat.numpy_promotion()
-def apply(old: Any, cotangent: Any) -> Any:
-    """The next state: `cotangent` where a quantizer was used in the step, `old` where it wasn't.
-
-    Overwriting `old` with `cotangent` does the same except for quantizers that were not used: these start anew.
-    """
-    return _map_runs("state.apply", _apply, old, cotangent)
-
-
-@compat.numpy_promotion()
-def check(before: Any, after: Any, *, allow_unused: bool = False) -> None:
-    """Raises unless every quantizer's state was updated from `before` to `after`, linearly.
-
-    Args:
-      before, after: the state (as from `split`) before and after a training step; concrete arrays.
-      allow_unused: quantizers may be unchanged, as long as some quantizer was updated.
-
-    Raises:
-      ValueError: state was stepped by something that is not linear (an optimizer), or was not updated: the loss was
-        not differentiated with respect to the state, or the new state was not stored. Names the run of ops.
-    """
-    bad, stale, fresh = [], [], 0
-
-    def visit(path: str, old: Leaves, new: Leaves) -> Leaves:
-        nonlocal fresh
-        traced = isinstance(new["uses"], jax.core.Tracer)
-        errors.check_type(not traced, "state.check", path, "concrete arrays", "a tracer")
-        d_old, d_new = _decode(old), _decode(new)
-        changed = (d_old.parity != d_new.parity) | (d_old.used & ~d_new.used)
-        fresh += int(changed.sum())
-        if bool(d_new.bad.any()) or not bool(jnp.isfinite(new["uses"]).all()):
-            bad.append(path)
-        elif not bool(changed.all()):
-            stale.append(path)
-        return new
-
-    _map_runs("state.check", visit, before, after, with_path=True)
-    expected = "a state that was overwritten with its gradient (te.state.split keeps it from the optimizer)"
-    got = "one that is not finite, or that something not linear has stepped"
-    errors.check_value(not bad, "state.check", ", ".join(bad), expected, got)
-    got = "state that this step did not update: differentiate the loss with respect to it too, and store it"
-    ok = not stale or (allow_unused and fresh > 0)
-    errors.check_value(ok, "state.check", ", ".join(stale), "a parity that flipped", got)
-
-
-def _accumulate(a: Leaves, b: Leaves) -> dict[str, jax.Array]:
-    stacked = {name: jnp.stack([x[name].astype(jnp.float32) for x in (a, b)]) for name in a}
-    return _combine(stacked, unused=a)
-
-
-def _accumulate_stacked(leaves: Leaves) -> dict[str, jax.Array]:
-    return _combine(leaves, unused={name: jnp.zeros_like(leaf[0]) for name, leaf in leaves.items()})
-
-
-def _combine(stacked: Leaves, unused: Leaves) -> dict[str, jax.Array]:
-    """Combines uses that are stacked along a first dimension; ``unused`` gives dtypes, and the rows without a use."""
-    d = _decode(stacked)
-    used = d.used.any(0)
-    first = jnp.argmax(d.used, 0)[None]  # all uses of a step agree on older history and parity
-
-    def pick(x: jax.Array) -> jax.Array:
-        index = first.reshape(first.shape + (1,) * (x.ndim - first.ndim))
-        return jnp.take_along_axis(x, index, 0)[0]
-
-    parity = pick(d.parity)
-    parity = jnp.where((d.used & (d.parity != parity)).any(0), 0.0, parity)
-    combined = _encode(d.newest.max(0), pick(d.older), pick(d.scale), parity)
-    return _select(used, {name: combined[name].astype(unused[name].dtype) for name in combined}, unused)
-
-
-def _apply(old: Leaves, cotangent: Leaves) -> dict[str, jax.Array]:
-    return _select(_decode(cotangent).used, {name: cotangent[name].astype(old[name].dtype) for name in old}, old)
-
-
-def _select(condition: jax.Array, a: Leaves, b: Leaves) -> dict[str, jax.Array]:
-    return {
-        name: jnp.where(condition.reshape(condition.shape + (1,) * (a[name].ndim - condition.ndim)), a[name], b[name])
-        for name in b
-    }
-
-
-def _map_runs(op: str, function: Callable[..., Any], a: Any, b: Any, with_path: bool = False) -> Any:
-    """Maps a function over the dicts of leaves in two trees of the same structure."""
-
-    def visit(path: tuple, x: Any, y: Any) -> Any:
-        name = jax.tree_util.keystr(path) or "the state"
-        got = sorted(x) if isinstance(x, Mapping) else type(x).__name__
-        errors.check_type(_is_run(x) and _is_run(y), op, name, f"leaves {sorted(LEAVES)}", got)
-        return function(name, x, y) if with_path else function(x, y)
-
-    return jax.tree_util.tree_map_with_path(visit, a, b, is_leaf=_is_run)
-
-
-def _is_run(x: Any) -> bool:
-    return isinstance(x, Mapping) and set(x) == LEAVES
