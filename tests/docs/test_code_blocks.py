@@ -3,6 +3,8 @@
 import pathlib
 import re
 
+import jax
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -16,12 +18,13 @@ def blocks(name):
 
 
 def run(name):
-    """Runs the Python blocks of a page in order, in one namespace; errors show the page's lines."""
+    """Runs the Python blocks of a page in order, in one namespace, which it returns; errors show the page's lines."""
     code = [(line, text) for language, line, text in blocks(name) if language == "python"]
     assert code
     namespace = {"__name__": "documentation"}
     for line, text in code:
         exec(compile("\n" * line + text, str(ROOT / name), "exec"), namespace)
+    return namespace
 
 
 def test_readme(capsys, tmp_path, monkeypatch):
@@ -65,3 +68,12 @@ def test_checkpoints(tmp_path, monkeypatch):
 def test_nnx(capsys):
     run("docs/nnx.md")
     assert "dy: current scaling" in capsys.readouterr().out
+
+
+def test_numerics():
+    """The four ways of training give the same FP8 state and parameters."""
+    namespace = run("docs/numerics.md")
+    want = namespace["by_hand"]
+    for name in ("optimized", "overwritten"):
+        for a, b in zip(jax.tree.leaves(namespace[name]), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
