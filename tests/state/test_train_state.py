@@ -138,3 +138,17 @@ def test_errors():
         ValueError, match=r"TrainState.apply_gradients: grads: .*differentiate .* all of params, got \['params'\]"
     ):
         ts.apply_gradients(grads={"params": v["params"]})
+
+
+def test_resumes_from_a_checkpoint(tmp_path):
+    """Parameters, FP8 state and optimizer state are all that the next step depends on, bit for bit."""
+    tx = optax.apply_if_finite(optax.adam(1e-2), 5)
+    ts = stepped(stepped(create(tx), 0), 1)
+    recipe = MODULE.recipe
+    te.checkpoint.save(tmp_path, int(ts.step), ts.params, opt_state=ts.opt_state, recipe=recipe)
+    new = create(tx)
+    restored = te.checkpoint.restore(tmp_path, new.params, opt_state=new.opt_state, recipe=recipe)
+    new = new.replace(step=restored.step, params=restored.variables, opt_state=restored.opt_state)
+    want, got = stepped(ts, 2), stepped(new, 2)
+    got.check(new)
+    jax.tree.map(np.testing.assert_array_equal, (got.params, got.opt_state), (want.params, want.opt_state))
