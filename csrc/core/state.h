@@ -137,7 +137,7 @@ struct View {
 TE_JAX_HOST_DEVICE inline View Read(const Sums& sums, const Uses& uses, float newest, float second, float scale,
                                     float parity, float fp8_max, float power_of_margin, bool most_recent) {
   const float u = uses.u;
-  const float tolerance = sums.rounded ? 0x1p-6f : 0x1p-15f;
+  const float tolerance = sums.rounded ? 0x1p-3f : 0x1p-15f;
   const bool mismatch = Abs(Flush(Abs(parity) - Abs(u))) > Flush(Abs(u) * tolerance);
   const bool negative = (u < 0.0f ? sums.highest > 0.0f : sums.lowest < 0.0f) || Flush(scale * u) < 0.0f;
   const bool bad = uses.used && (mismatch || negative);

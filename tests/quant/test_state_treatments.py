@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 from state_steps import (
     FP8_MAX,
     HALF_OCTAVE,
+    READ,
     RECIPE,
     after,
     gradients,
@@ -29,6 +30,7 @@ from state_steps import (
     write,
 )
 
+from te_jax import primitives
 from te_jax.quant import state, state_trees
 
 
@@ -140,6 +142,22 @@ def test_a_thousand_microbatches_are_not_taken_for_an_optimizer():
     ratio = np.asarray(got.history[:, 0]) / amax.max(0)
     assert (ratio >= 1).all()
     assert (ratio <= HALF_OCTAVE).all()
+
+
+@pytest.mark.parametrize("k", [24, 48, 100])
+def test_microbatches_averaged_in_bfloat16_are_not_taken_for_an_optimizer(k):
+    """Every slot is rounded at every addition, those of few microbatches less often than the parity."""
+    before = after((7.0, 0.4))
+    leaves = before[state.COLLECTION]["mlp"]
+    amaxes = np.random.default_rng(0).lognormal(0, 2, (k, 2)).astype(np.float32)
+    total = jax.tree.map(lambda leaf: np.zeros(leaf.shape, jnp.bfloat16), leaves)
+    for amax in amaxes:
+        one = write(view(before), view(before).scale, amax, like=leaves)
+        total = jax.tree.map(lambda t, x: t + (np.asarray(x) / k).astype(jnp.bfloat16), total, one)
+    got = jax.jit(lambda leaves: primitives.scale_read(leaves, READ))(total)
+    newest = FP8_MAX / np.maximum(got, 1e-30)
+    assert (newest >= amaxes.max(0) / HALF_OCTAVE).all()
+    assert (newest <= np.maximum(amaxes.max(0) * HALF_OCTAVE, np.float32([7.0, 0.4]) * 1.1)).all()
 
 
 def test_layer_applied_twice():
