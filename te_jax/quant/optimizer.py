@@ -20,7 +20,9 @@ class Replacement:
     """An update that `optax.apply_updates` replaces a leaf with, where an array would be added to it.
 
     ``p + (new - p)`` is not ``new`` in floating point. What scales updates scales value and weight alike, which
-    changes nothing; a weight of 0 (`optax.MultiSteps` between its updates) keeps the leaf.
+    changes nothing; a weight of 0 (`optax.MultiSteps` between its updates) keeps the leaf. What needs arrays
+    (`optax.apply_if_finite`, `optax.add_decayed_weights`) fails with an error that names this class: it belongs inside
+    of `te_jax.state.optimizer`.
 
     Attributes:
       value: the new value times weight, of the leaf's shape and dtype.
@@ -30,6 +32,7 @@ class Replacement:
     value: jax.Array
     weight: jax.Array
 
+    __module__ = "te_jax.state"  # its public place, for those errors
     __array_ufunc__ = None  # numpy_array + self comes here too, instead of being tried element by element
 
     @compat.numpy_promotion()
@@ -38,7 +41,7 @@ class Replacement:
         return jnp.where(self.weight == 0, leaf, new).astype(self.value.dtype)
 
 
-def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def optimizer(tx: optax.GradientTransformation | optax.MultiSteps) -> optax.GradientTransformationExtraArgs:
     """``tx`` for parameters and FP8 state in one tree: ``tx`` sees the parameters alone, the state is replaced.
 
       tx = te.state.optimizer(optax.adamw(1e-3))
@@ -61,6 +64,9 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
       A transformation of trees with FP8 state anywhere: variables (a dict or FrozenDict), an ``nnx.State``, and what
       ``nnx.Optimizer`` makes of one. Updates of state are `Replacement`s, for `optax.apply_updates`.
     """
+    if isinstance(tx, optax.MultiSteps):  # takes further arguments, but isn't seen to
+        step: Any = tx.update
+        tx = optax.GradientTransformationExtraArgs(tx.init, step)
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Any:

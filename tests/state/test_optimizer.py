@@ -183,7 +183,7 @@ def test_multi_steps_outside():
 
 def test_apply_if_finite_outside_is_an_error():
     v, tx = variables(), optax.apply_if_finite(te.state.optimizer(optax.sgd(1e-3)), 3)
-    with pytest.raises(TypeError, match="Replacement"):
+    with pytest.raises(TypeError, match=r"te_jax\.state\.Replacement"):
         tx.update(gradients(v, 0), tx.init(v), v)
 
 
@@ -204,6 +204,18 @@ def test_without_state():
         got, want = (t.update(tree, t.init(tree), tree)[0] for t in (wrapped, tx))
         assert jax.tree.structure(got) == jax.tree.structure(want)
         jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_further_arguments_reach_the_optimizer():
+    def update(grads, state, params=None, *, value):
+        return jax.tree.map(lambda g: value * g, grads), state
+
+    v, grads = variables(), gradients(variables(), 0)
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    for tx in (te.state.optimizer(inner), te.state.optimizer(optax.MultiSteps(inner, 1))):
+        updates, _ = tx.update(grads, tx.init(v), v, value=3.0)
+        want = 3 * grads["params"]["ops_0"]["kernel"]
+        np.testing.assert_allclose(updates["params"]["ops_0"]["kernel"], want, rtol=1e-6)
 
 
 def test_nnx_optimizer():
