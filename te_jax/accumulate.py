@@ -16,8 +16,9 @@ from jax import Array
 from te_jax import compat
 from te_jax.errors import check_type, check_value
 from te_jax.parallel import explicit, mesh
-from te_jax.quant import state_trees
+from te_jax.quant import state as fp8_state
 from te_jax.quant.state import COLLECTION, KERNELS
+from te_jax.quant.state_trees import rebuild
 from te_jax.sequential import making_kernels
 
 Variables = Mapping[str, Any]
@@ -128,19 +129,19 @@ def accumulate_gradients(
     def body(sums: Any, i: Array) -> tuple[Any, tuple[Array, Any]]:
         microbatch = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False), rows)
         loss, grads = jax.value_and_grad(lambda v: checked_loss({**v, **kernels}, microbatch))(differentiated)
-        grads, state = state_trees.split(grads)
+        grads, state = fp8_state.split(grads)
         with compat.numpy_promotion():
             sums = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
         return sums, (loss.astype(jnp.float32), state)
 
-    params, state = state_trees.split(differentiated)
+    params, state = fp8_state.split(differentiated)
     zeros = jax.tree.map(compat.zeros_like, params, jax.tree.map(_wide, params))
     sums, (losses, states) = jax.lax.scan(body, zeros, jnp.arange(num_microbatches))
     with compat.numpy_promotion():
         grads = jax.tree.map(lambda total, p: (total / num_microbatches).astype(p.dtype), sums, params)
         loss = jnp.mean(losses)
-    grads = state_trees.merge(grads, state_trees.accumulate_stacked(states)) if state else grads
-    return loss, state_trees.rebuild(variables, grads)
+    grads = fp8_state.merge(grads, fp8_state.accumulate_stacked(states)) if state else grads
+    return loss, rebuild(variables, grads)
 
 
 def _check_variables(op: str, variables: Any) -> None:

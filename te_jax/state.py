@@ -5,8 +5,7 @@ parameters and state; `te_jax.TrainState` does all of it.
 """
 
 from te_jax.quant.optimizer import Replacement, optimizer
-from te_jax.quant.state import COLLECTION, KERNELS, init
-from te_jax.quant.state_trees import accumulate, apply, check, merge, split
+from te_jax.quant.state import COLLECTION, KERNELS, accumulate, apply, check, init, merge, split
 
 __all__ = [
     "COLLECTION",

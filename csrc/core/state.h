@@ -1,5 +1,5 @@
-// FP8 scale state: what one quantizer's leaves say and what one use writes (te_jax/quant/state.py has the formulation
-// and its reasons). One definition for the host kernel and the CUDA one, which differ in how they reduce a row.
+// FP8 scale state: what one quantizer's leaves say and what one use writes (te_jax/quant/state_leaves.py has the
+// formulation and its reasons). One definition for the host kernel and the CUDA one, which differ in how they reduce a row.
 //
 // Subnormals count as zero, as XLA's CPU threads have it, whatever device this runs on: `Flush` after every product.
 #ifndef TE_JAX_CORE_STATE_H_

@@ -1,6 +1,6 @@
 """FP8 state of whole models: `split`, `merge`, `accumulate`, `apply`, `check`. Public as te_jax.state.
 
-A tree of state holds runs, each a mapping of the three leaves of te_jax.quant.state. It may be a plain dict, a
+A tree of state holds runs, each a mapping of the three leaves of te_jax.quant.state_leaves. It may be a plain dict, a
 FrozenDict or an `nnx.State` (with its Variables around each leaf or around a run's dict of leaves, or without them);
 results have the type of the first tree. nnx is not imported for it: it takes its time.
 """
@@ -14,7 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from te_jax import compat, errors
-from te_jax.quant.state import COLLECTION, KERNELS, LEAVES, Decoded, Leaves, decode, encode
+from te_jax.quant.state_leaves import LEAVES, Decoded, Leaves, decode, encode
+
+COLLECTION = "_overwrite_with_gradient"
+"""The variable collection of FP8 state, which Flax's TrainState overwrites with its gradient."""
+
+KERNELS = "fp8_kernels"
+"""The variable collection of kernels that were quantized once for several calls (te_jax.quantize_kernels)."""
 
 
 def is_run(x: Any) -> bool:

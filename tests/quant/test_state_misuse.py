@@ -8,7 +8,7 @@ import pytest
 from state_steps import after, gradients, jit_loss, loss, step, variables, view
 
 import te_jax.state
-from te_jax.quant import state_trees as state
+from te_jax.quant import state
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["from the start", "from a trained state"])

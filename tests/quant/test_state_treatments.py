@@ -31,7 +31,7 @@ from state_steps import (
 )
 
 from te_jax import primitives
-from te_jax.quant import state, state_trees
+from te_jax.quant import state
 
 
 def test_train_state_apply_gradients():
@@ -65,13 +65,13 @@ def test_branch_not_taken():
 def test_apply_keeps_unused():
     v = after((3.0, 0.7))
     old = v[state.COLLECTION]
-    kept = state_trees.apply(old, jax.tree.map(jnp.zeros_like, old))
+    kept = state.apply(old, jax.tree.map(jnp.zeros_like, old))
     jax.tree.map(np.testing.assert_array_equal, kept, old)
     new = gradients(v, (5.0, 0.2))[0][state.COLLECTION]
-    jax.tree.map(np.testing.assert_array_equal, state_trees.apply(old, new), new)
+    jax.tree.map(np.testing.assert_array_equal, state.apply(old, new), new)
     # quantizer by quantizer
     half = jax.tree.map(lambda leaf: leaf.at[0].set(0), new)
-    got = read(state_trees.apply(old, half)["mlp"], FP8_MAX, RECIPE)
+    got = read(state.apply(old, half)["mlp"], FP8_MAX, RECIPE)
     np.testing.assert_array_equal(got.history[:, 0], np.float32([3.0, 0.2]))
 
 
@@ -242,7 +242,7 @@ def test_accumulate_is_exact():
     before = after((7.3, 0.41), (2.1, 0.63))
     total = jax.tree.map(jnp.zeros_like, before[state.COLLECTION])
     for g in gradients(before, *USES):
-        total = jax.jit(state_trees.accumulate)(total, g[state.COLLECTION])
+        total = jax.jit(state.accumulate)(total, g[state.COLLECTION])
     got = view({state.COLLECTION: total})
     np.testing.assert_array_equal(got.history[:, 0], np.max(USES, axis=0).astype(np.float32))
     np.testing.assert_array_equal(got.history[:, 1:], view(before).history[:, :-1])
@@ -256,8 +256,8 @@ def test_accumulate_stacked_is_accumulate():
     uses = [g[state.COLLECTION] for g in gradients(before, *USES)]
     other_step = gradients(overwrite(before, {state.COLLECTION: uses[0]}), USES[0])[0][state.COLLECTION]
     for parts in ([zero, zero], [zero, *uses], uses, [zero, uses[0], other_step], [uses[1]]):
-        got = jax.jit(state_trees.accumulate_stacked)(jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts))
-        want = functools.reduce(state_trees.accumulate, parts[1:], state_trees.accumulate(zero, parts[0]))
+        got = jax.jit(state.accumulate_stacked)(jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts))
+        want = functools.reduce(state.accumulate, parts[1:], state.accumulate(zero, parts[0]))
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_array_equal(a, b)
 
@@ -266,7 +266,7 @@ def test_accumulate_different_steps_is_bad():
     v = after((7.0, 0.4))
     a = gradients(v, (1.0, 1.0))[0]
     b = gradients(overwrite(v, a), (1.0, 1.0))[0]
-    assert view({state.COLLECTION: state_trees.accumulate(a[state.COLLECTION], b[state.COLLECTION])}).bad.all()
+    assert view({state.COLLECTION: state.accumulate(a[state.COLLECTION], b[state.COLLECTION])}).bad.all()
 
 
 def test_scanned_layers_with_remat():

@@ -14,6 +14,7 @@ from hypothesis import Phase, given, settings
 
 import te_jax as te
 from te_jax.quant import state as leaves_of_a_run
+from te_jax.quant.state_leaves import decode
 
 Q, H = 3, 4
 RECIPE = te.DelayedScaling(amax_history_len=H)
@@ -80,7 +81,7 @@ def test_accumulate_is_associative_and_commutative(steps, uses):
     assert_same(total, accumulate(c, accumulate(b, a)))
     for q in range(Q):
         seen = [amax[q] for amax, used in uses if used[q] and np.isfinite(amax[q]) and amax[q] > 2.0**-62]
-        newest = leaves_of_a_run.decode(total["run"]).newest[q]
+        newest = decode(total["run"]).newest[q]
         assert newest == max(seen, default=0)
 
 
