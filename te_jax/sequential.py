@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -20,7 +21,7 @@ from te_jax.fusion.execute import Kernels, execute, quantize_kernels
 from te_jax.fusion.pattern import Rule
 from te_jax.fusion.plan import FusionPlan, describe
 from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
-from te_jax.fusion.run import Run
+from te_jax.fusion.run import SHARED, Run, State, StatePart
 from te_jax.ops.base import LinkInfo, Op, ParamSpec, TensorType
 from te_jax.quant import state as fp8_state
 from te_jax.quant.state import KERNELS
@@ -119,7 +120,7 @@ class ChainModule(nn.Module, kw_only=True):
         kernels = self._quantized_kernels(run, part, params, state)
         cast = tuple(extra.astype(type_.dtype) for extra, type_ in zip(extras, extra_types, strict=True))
         y, extra_outputs, next_state = execute(run, params, state, kernels, keys, x.astype(dtype), cast)
-        self._put_next_state(part.name, next_state)
+        self._put_next_state(run, part.name, next_state)
         return y, extra_outputs
 
     @nn.nowrap
@@ -264,18 +265,32 @@ class ChainModule(nn.Module, kw_only=True):
         return {s.name: self.param(s.name, s.init, s.shape, self.param_dtype) for s in specs}
 
     @nn.nowrap
-    def _init_state(self, run: Run) -> dict[str, Array]:
-        if self.recipe is None or not self.recipe.stateful or not run.quantizers:
+    def _init_state(self, run: Run) -> dict[str, dict[str, Array]]:
+        """The FP8 state of a run by the keys of ``Run.state_parts``; {} where the recipe keeps none."""
+        recipe = self.recipe
+        if recipe is None or not recipe.stateful:
             return {}
-        return fp8_state.init(len(run.quantizers), self.recipe)
+
+        def init(part: StatePart) -> dict[str, Array]:
+            leaves = fp8_state.init(math.prod(part.shape), recipe)
+            return {name: leaf.reshape(*part.shape, *leaf.shape[1:]) for name, leaf in leaves.items()}
+
+        return {key: init(part) for key, part in run.state_parts().items()}
 
     @nn.nowrap
-    def _fp8_state(self, run: Run, part_name: str) -> dict[str, Array]:
-        """The FP8 state of a run, stacked over its quantizers; {} where the recipe keeps none."""
-        shapes = jax.eval_shape(lambda: self._init_state(run))
-        if not shapes:
-            return {}
-        name = f"fp8_{part_name}"
+    def _fp8_state(self, run: Run, part_name: str) -> dict[str, dict[str, Array]]:
+        """The FP8 state of a run, from its variables: one for all linears without groups, one for each with."""
+        state = {}
+        for key, shapes in jax.eval_shape(lambda: self._init_state(run)).items():
+            name = _state_name(run, part_name, key)
+            state[key] = self._leaves(name, shapes, lambda key=key: self._init_state(run)[key])
+        return state
+
+    @nn.nowrap
+    def _leaves(
+        self, name: str, shapes: dict[str, TensorType], init: Callable[[], dict[str, Array]]
+    ) -> dict[str, Array]:
+        """A variable of FP8 state, whose leaves have these shapes."""
         can_make = self.is_initializing() and self.is_mutable_collection(fp8_state.COLLECTION)
         check_value(
             can_make or self.has_variable(fp8_state.COLLECTION, name),
@@ -285,21 +300,22 @@ class ChainModule(nn.Module, kw_only=True):
             f"nn.scan and nn.vmap need {fp8_state.COLLECTION!r} in their variable_axes",
             "none",
         )
-        state = self.variable(fp8_state.COLLECTION, name, lambda: self._init_state(run)).value
+        state = self.variable(fp8_state.COLLECTION, name, init).value
         for leaf, wanted in shapes.items():
             got = state[leaf].shape if leaf in state else "none"
             check_value(got == wanted.shape, type(self).__name__, f"{name}/{leaf}", f"shape {wanted.shape}", got)
         return dict(state)
 
     @nn.nowrap
-    def _put_next_state(self, part_name: str, next_state: Mapping[str, Array]) -> None:
+    def _put_next_state(self, run: Run, part_name: str, next_state: State) -> None:
         """Inside of ``updating_state``: the state that a run's forward pass leaves, of several uses combined."""
-        name = f"fp8_{part_name}"
-        if not next_state or self.is_initializing() or not self.is_mutable_collection(NEXT):
+        if self.is_initializing() or not self.is_mutable_collection(NEXT):
             return
-        if self.has_variable(NEXT, name):
-            next_state = fp8_state.accumulate(self.get_variable(NEXT, name), next_state)
-        self.put_variable(NEXT, name, next_state)
+        for key, leaves in next_state.items():
+            name = _state_name(run, part_name, key)
+            if self.has_variable(NEXT, name):
+                leaves = fp8_state.accumulate(self.get_variable(NEXT, name), leaves)
+            self.put_variable(NEXT, name, leaves)
 
     @nn.nowrap
     def _quantized_kernels(self, run: Run, part: RunPart, params: Any, state: Any) -> Kernels:
@@ -396,6 +412,11 @@ class Sequential(ChainModule):
 
     def chain(self) -> Sequence[Any]:
         return self.ops
+
+
+def _state_name(run: Run, part_name: str, key: str) -> str:
+    """The variable that holds one part of a run's FP8 state."""
+    return f"fp8_{part_name}" if key == SHARED else f"fp8_{'_'.join(map(str, run.links[int(key)].path))}_grouped"
 
 
 def _type_name(array: Any) -> str:

@@ -38,6 +38,12 @@ struct QuantizedOut {
   Scaling scaling = Scaling::kTensor;  // kBlock1x128: data_t [cols, padded rows] is quantized by itself
   float* scale_inv_t = nullptr;        // of the blocks of data_t
   int64_t group_rows = 0;              // rows of the last leading dimension: no block crosses into the next group
+
+  // A scale for each group, kTensor: scale, scale_used, scale_inv and amax are [groups]; no hp, no dbias. group_sizes:
+  // ragged groups of rows, and data_t [cols, PaddedTokens(rows)] (csrc/core/grouped_args.h). Null: groups of
+  // rows / groups rows, and data_t [groups, cols, rows / groups].
+  int64_t groups = 0;
+  const int32_t* group_sizes = nullptr;  // [groups]
 };
 
 // Rows of data_t in 1x128 blocks: every group is padded to whole blocks.

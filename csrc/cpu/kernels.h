@@ -4,6 +4,7 @@
 #define TE_JAX_CPU_KERNELS_H_
 
 #include "csrc/core/args.h"
+#include "csrc/core/grouped_args.h"
 
 namespace te_jax::cpu {
 
@@ -14,6 +15,8 @@ namespace te_jax::cpu {
 [[nodiscard]] bool Activation(const ActivationArgs& args);
 [[nodiscard]] bool ActivationGrad(const ActivationGradArgs& args);
 [[nodiscard]] bool Gemm(const GemmArgs& args);
+[[nodiscard]] bool GroupedGemm(const GroupedGemmArgs& args);
+[[nodiscard]] bool GroupedWgrad(const GroupedWgradArgs& args);
 [[nodiscard]] bool ScaleRead(const ScaleReadArgs& args);
 [[nodiscard]] bool ScaleWrite(const ScaleWriteArgs& args);
 

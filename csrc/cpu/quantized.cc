@@ -105,13 +105,14 @@ void EncodeRow(const float* row, int64_t n, float scale, DType format, uint8_t* 
 }
 
 bool SkipSeeded(const QuantizedOut& out) {
-  if (!out.if_unseeded || *out.scale == 0.0f) return false;
+  if (!out.if_unseeded || out.groups > 0 || *out.scale == 0.0f) return false;
   if (out.amax != nullptr) *out.amax = 0.0f;
   return true;
 }
 
 bool WriteQuantized(const void* y, DType dtype, int64_t rows, int64_t cols, const QuantizedOut& out) {
   if (out.scaling != Scaling::kTensor) return WriteBlocks(y, dtype, rows, cols, out);
+  if (out.groups > 0) return WriteGroups(y, dtype, rows, cols, out);
   const Scratch<float> row(cols);
   if (!row) return false;
   const bool quantizes = out.data != nullptr || out.data_t != nullptr;

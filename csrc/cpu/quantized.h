@@ -15,6 +15,9 @@ namespace te_jax::cpu {
 // The same in block scaling (csrc/cpu/blocks.cc).
 [[nodiscard]] bool WriteBlocks(const void* y, DType dtype, int64_t rows, int64_t cols, const QuantizedOut& out);
 
+// The same with a scale for each group (csrc/cpu/groups.cc).
+[[nodiscard]] bool WriteGroups(const void* y, DType dtype, int64_t rows, int64_t cols, const QuantizedOut& out);
+
 // amax and the column sums, those that are wanted, in one pass over y. `row` is scratch for [cols].
 [[nodiscard]] bool Reduce(const void* y, DType dtype, int64_t rows, int64_t cols, float* row, float* amax,
                           void* dbias, DType dbias_dtype);

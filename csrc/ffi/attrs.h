@@ -20,6 +20,7 @@ struct QuantizingSpec {
   bool power_of_two, if_unseeded;
   std::string_view dbias_dtype = "float32";
   std::string_view scaling = "tensor";
+  int64_t groups = 0;
 
   bool quantizes() const { return data || data_t; }
 };
@@ -60,10 +61,24 @@ struct GemmSpec {
   std::string_view lhs_scaling = "tensor", rhs_scaling = "tensor";
 };
 
+struct GroupedGemmSpec {
+  bool fp8, rhs_contract_first;
+  std::string_view out_dtype;
+  bool bias, fast_accumulation;
+};
+
+struct GroupedWgradSpec {
+  int64_t groups;
+  bool fp8;
+  std::string_view out_dtype;
+  bool fast_accumulation;
+};
+
 struct ScaleReadSpec {
   std::string_view formats;
   int64_t margin;
   bool most_recent;
+  int64_t groups = 0;
 };
 
 struct ScaleWriteSpec {
@@ -71,6 +86,7 @@ struct ScaleWriteSpec {
   int64_t margin;
   bool most_recent;
   std::string_view used;
+  int64_t groups = 0;
 };
 
 }  // namespace te_jax
@@ -79,7 +95,8 @@ struct ScaleWriteSpec {
   StructMember<std::string_view>("format"), StructMember<bool>("hp"), StructMember<bool>("data"),         \
       StructMember<bool>("data_t"), StructMember<bool>("amax"), StructMember<bool>("dbias"),              \
       StructMember<int64_t>("margin"), StructMember<bool>("power_of_two"), StructMember<bool>("if_unseeded"), \
-      StructMember<std::string_view>("dbias_dtype"), StructMember<std::string_view>("scaling")
+      StructMember<std::string_view>("dbias_dtype"), StructMember<std::string_view>("scaling"),            \
+      StructMember<int64_t>("groups")
 
 #define TE_JAX_ACTIVATION_MEMBERS                                                                           \
   TE_JAX_QUANTIZING_MEMBERS, StructMember<std::string_view>("kind"), StructMember<bool>("gate_second"),     \
@@ -104,11 +121,20 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::GemmSpec, StructMember<bool>("fp8"
                                       StructMember<bool>("fast_accumulation"),
                                       StructMember<std::string_view>("lhs_scaling"),
                                       StructMember<std::string_view>("rhs_scaling"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::GroupedGemmSpec, StructMember<bool>("fp8"),
+                                      StructMember<bool>("rhs_contract_first"),
+                                      StructMember<std::string_view>("out_dtype"), StructMember<bool>("bias"),
+                                      StructMember<bool>("fast_accumulation"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::GroupedWgradSpec, StructMember<int64_t>("groups"),
+                                      StructMember<bool>("fp8"),
+                                      StructMember<std::string_view>("out_dtype"),
+                                      StructMember<bool>("fast_accumulation"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ScaleReadSpec, StructMember<std::string_view>("formats"),
-                                      StructMember<int64_t>("margin"), StructMember<bool>("most_recent"));
+                                      StructMember<int64_t>("margin"), StructMember<bool>("most_recent"),
+                                      StructMember<int64_t>("groups"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ScaleWriteSpec, StructMember<std::string_view>("formats"),
                                       StructMember<int64_t>("margin"), StructMember<bool>("most_recent"),
-                                      StructMember<std::string_view>("used"));
+                                      StructMember<std::string_view>("used"), StructMember<int64_t>("groups"));
 
 #undef TE_JAX_ACTIVATION_MEMBERS
 #undef TE_JAX_QUANTIZING_MEMBERS

@@ -110,6 +110,17 @@ Array Operands::Ret(std::string_view name, std::initializer_list<DType> dtypes) 
   return Take("result", name, buffer.has_value(), buffer.has_value() ? &**buffer : nullptr, dtypes);
 }
 
+const int32_t* Operands::Int32Of(std::string_view name, const Shape& shape) {
+  const auto buffer = args_.get<ffi::AnyBuffer>(next_arg_++);
+  if (!ok() || !Check(buffer.has_value(), "operand " + std::string(name) + " is missing")) return nullptr;
+  Expect(buffer->element_type() == ffi::DataType::S32, std::string(name) + " dtype", "int32",
+         "XLA type " + std::to_string(static_cast<int>(buffer->element_type())));
+  const auto dims = buffer->dimensions();
+  const Shape got(dims.begin(), dims.end());
+  Expect(got == shape, std::string(name) + " shape", ToString(shape), ToString(got));
+  return static_cast<const int32_t*>(buffer->untyped_data());
+}
+
 Array Operands::WithShape(Array array, const Shape& expected) {
   if (ok() && array.shape != expected) {
     Expect(false, std::string(array.name) + " shape", ToString(expected), ToString(array.shape));

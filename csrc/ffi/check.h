@@ -50,6 +50,7 @@ class Operands {
   const T* ArgOf(std::string_view name, DType dtype, const Shape& shape) {
     return static_cast<const T*>(WithShape(Arg(name, {dtype}), shape).data);
   }
+  const int32_t* Int32Of(std::string_view name, const Shape& shape);
   template <typename T = void>
   T* RetOf(std::string_view name, DType dtype, const Shape& shape) {
     return static_cast<T*>(WithShape(Ret(name, {dtype}), shape).data);

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "csrc/core/fp8.h"
+#include "csrc/core/grouped_args.h"
 
 namespace te_jax {
 
@@ -38,6 +39,33 @@ void DecodeBlocks(Operands& operands, const QuantizingSpec& spec, DType dtype, c
   if (spec.dbias) out->dbias = operands.RetOf("dbias", out->dbias_dtype, {shape.back()});
 }
 
+// The operands and results of a pass with a scale for each group.
+void DecodeByGroup(Operands& operands, const QuantizingSpec& spec, const Shape& shape, QuantizedOut* out) {
+  const bool ragged = spec.scaling == "group";
+  operands.Check(!spec.hp && !spec.dbias, "scaling: expected no hp and no dbias with a scale for each group");
+  operands.Expect(spec.groups >= 1 && spec.groups <= kMaxGroups, "groups", "1 to " + std::to_string(kMaxGroups),
+                  std::to_string(spec.groups));
+  operands.Expect(!operands.ok() || shape.size() == (ragged ? 2u : 3u), "rank", ragged ? "2 in group" : "3 in leading",
+                  std::to_string(shape.size()));
+  if (!operands.ok()) return;
+  operands.Expect(ragged || shape[0] == spec.groups, "x's first dimension", std::to_string(spec.groups),
+                  std::to_string(shape[0]));
+  const Shape by_group = {spec.groups};
+  const Shape transposed = ragged ? Shape{shape[1], PaddedTokens(shape[0])} : Shape{shape[0], shape[2], shape[1]};
+  out->groups = spec.groups;
+  if (ragged) out->group_sizes = operands.Int32Of("group_sizes", by_group);
+  out->scale = operands.ArgOf<float>("scale", DType::kF32, by_group);
+  if (spec.data) out->data = operands.RetOf("data", out->format, shape);
+  if (spec.data_t) out->data_t = operands.RetOf("data_t", out->format, transposed);
+  if (spec.quantizes()) {
+    out->scale_used = operands.RetOf<float>("scale", DType::kF32, by_group);
+    out->scale_inv = operands.RetOf<float>("scale_inv", DType::kF32, by_group);
+  }
+  if (spec.amax) out->amax = operands.RetOf<float>("amax", DType::kF32, by_group);
+}
+
+bool ByGroup(const QuantizingSpec& spec) { return spec.scaling == "group" || spec.scaling == "leading"; }
+
 }  // namespace
 
 void DecodeRows(Operands& operands, const QuantizingSpec& spec, const Shape& shape, int64_t* rows, int64_t* cols) {
@@ -48,7 +76,9 @@ void DecodeRows(Operands& operands, const QuantizingSpec& spec, const Shape& sha
   operands.Expect(*rows > 0, "number of rows", "at least 1", std::to_string(*rows));
   operands.Aligned("last dimension", *cols);
   // 1x128 blocks are padded to whole ones.
-  if (spec.data_t && spec.scaling != "block_1x128") {
+  if (spec.scaling == "leading" && shape.size() == 3) {
+    operands.Aligned("number of rows of a group", shape[1]);
+  } else if (spec.data_t && spec.scaling != "block_1x128" && spec.scaling != "group") {
     operands.Aligned("number of rows of a tensor that is written transposed", *rows);
   }
 }
@@ -59,7 +89,8 @@ QuantizedOut DecodeQuantized(Operands& operands, const QuantizingSpec& spec, DTy
   operands.Expect(spec.margin >= -64 && spec.margin <= 64, "margin", "-64 to 64", std::to_string(spec.margin));
   operands.Expect(ParseDType(spec.dbias_dtype, &out.dbias_dtype) && !IsFP8(out.dbias_dtype), "dbias_dtype",
                   "float32, bfloat16 or float16", spec.dbias_dtype);
-  operands.Expect(ParseScaling(spec.scaling, &out.scaling), "scaling", kScalings, spec.scaling);
+  operands.Expect(ByGroup(spec) || ParseScaling(spec.scaling, &out.scaling), "scaling",
+                  std::string(kScalings) + ", group or leading", spec.scaling);
   out.power_of_two = spec.power_of_two;
   if (out.scaling != Scaling::kTensor) {
     DecodeBlocks(operands, spec, dtype, shape, &out);
@@ -71,6 +102,10 @@ QuantizedOut DecodeQuantized(Operands& operands, const QuantizingSpec& spec, DTy
   }
   out.margin = static_cast<int32_t>(spec.margin);
   out.if_unseeded = spec.if_unseeded;
+  if (ByGroup(spec)) {
+    DecodeByGroup(operands, spec, shape, &out);
+    return out;
+  }
   out.scale = operands.ArgOf<float>("scale", DType::kF32, {});
   if (!operands.ok()) return out;
 

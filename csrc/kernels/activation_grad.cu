@@ -2,6 +2,7 @@
 #include "csrc/kernels/activation_math.cuh"
 #include "csrc/kernels/block_pass.cuh"
 #include "csrc/kernels/dispatch.h"
+#include "csrc/kernels/group_pass.cuh"
 #include "csrc/kernels/quantizing_pass.cuh"
 
 namespace te_jax::kernels {
@@ -94,6 +95,7 @@ cudaError_t LaunchActivationGrad(const ActivationGradArgs& args, void* workspace
     return DispatchActivation(args.activation, [&](auto act, auto gated) {
       const ActivationGradLoader<T, decltype(act), gated()> loader{act, static_cast<const T*>(args.dy),
                                                                    static_cast<const T*>(args.x), args.cols};
+      if (args.out.groups > 0) return LaunchGroupPass(loader, args.rows, args.cols, args.out, workspace, stream);
       return LaunchQuantizingPass(loader, args.rows, args.cols, args.out, workspace, stream);
     });
   });

@@ -1,5 +1,6 @@
 #include "csrc/kernels/block_pass.cuh"
 #include "csrc/kernels/dispatch.h"
+#include "csrc/kernels/group_pass.cuh"
 #include "csrc/kernels/quantize.h"
 #include "csrc/kernels/quantizing_pass.cuh"
 
@@ -35,6 +36,7 @@ cudaError_t LaunchQuantize(const QuantizeArgs& args, void* workspace, cudaStream
   return DispatchFloat(args.x_dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const TensorLoader<T> loader{static_cast<const T*>(args.x), args.cols};
+    if (args.out.groups > 0) return LaunchGroupPass(loader, args.rows, args.cols, args.out, workspace, stream);
     return LaunchQuantizingPass(loader, args.rows, args.cols, args.out, workspace, stream);
   });
 }

@@ -65,6 +65,8 @@ struct PassWorkspace {
     return out.scaling == Scaling::kTensor ? NumRowTiles(rows) : BlockRowTiles(rows, out);
   }
   static size_t Bytes(int64_t rows, int64_t cols, const QuantizedOut& out, bool norm = false) {
+    // The end and the maximum of each group, and a word (group_pass.cuh).
+    if (out.groups > 0) return out.groups * (sizeof(int64_t) + sizeof(uint32_t)) + sizeof(uint32_t);
     return kMaxPartials * sizeof(uint32_t) + (out.dbias == nullptr ? 0 : NumTiles(rows, out) * cols * sizeof(float)) +
            (norm ? 2 * rows * sizeof(float) : 0);
   }

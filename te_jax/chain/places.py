@@ -129,7 +129,11 @@ def _scope(path: Path, item: Any) -> str:
 
 def _check_scope(path: Path, item: Any, scope: Any) -> None:
     """A scope is a name in the checkpoint too, which joins names with "." and "/"; fp8_<i> is the state's."""
-    ok = isinstance(scope, str) and not any(c in scope for c in "./") and re.fullmatch(r"fp8_[\d_]+", scope) is None
+    ok = (
+        isinstance(scope, str)
+        and not any(c in scope for c in "./")
+        and re.fullmatch(r"fp8_[\d_]+(grouped)?", scope) is None
+    )
     expected = "None or a string without '.' and '/' that isn't fp8_<number>"
     check_value(ok, "Sequential", f"name of {position(path)} ({type(item).__name__})", expected, repr(scope))
 

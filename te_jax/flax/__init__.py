@@ -2,6 +2,7 @@
 
 from te_jax.flax.attention import MultiHeadAttention
 from te_jax.flax.dense import Dense, DenseGeneral, LayerNormDense
+from te_jax.flax.grouped import GroupedDense
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.rotary import apply_rotary
 from te_jax.flax.train_state import TrainState
@@ -10,6 +11,7 @@ from te_jax.flax.transformer import TransformerLayer
 __all__ = [
     "Dense",
     "DenseGeneral",
+    "GroupedDense",
     "LayerNormDense",
     "LayerNormMLP",
     "MultiHeadAttention",

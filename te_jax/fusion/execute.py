@@ -17,7 +17,7 @@ from te_jax import compat, errors
 from te_jax.fusion import extras as extra_values
 from te_jax.fusion.cotangent import Like, is_like
 from te_jax.fusion.pattern import Step
-from te_jax.fusion.run import Run, Scales, read_scales, write_state
+from te_jax.fusion.run import Run, Scales, State, read_scales, write_state
 from te_jax.ops.base import BackwardContext, ForwardContext, QuantizedKernel
 from te_jax.parallel import mesh
 from te_jax.quant.format import is_fp8
@@ -31,7 +31,7 @@ Kernels = tuple[QuantizedKernel | None, ...]  # by link; None: this call quantiz
 def execute(
     run: Run,
     params: Params,
-    state: Mapping[str, Array],
+    state: State,
     kernels: Kernels,
     keys: tuple,
     x: Array,
@@ -48,7 +48,7 @@ def execute(
 
 
 @compat.numpy_promotion()
-def quantize_kernels(run: Run, params: Params, state: Mapping[str, Array]) -> Kernels:
+def quantize_kernels(run: Run, params: Params, state: State) -> Kernels:
     """The kernels of the run's linears in FP8, as the run itself would quantize them now."""
     kernels: list[QuantizedKernel | None] = []
     for info, scales in zip(run.links, read_scales(run, state), strict=True):
@@ -91,7 +91,7 @@ def _as_without_backward(outputs: Any, run: Run, *operands: Any) -> Any:
     return jax.tree.map(lambda kind, out: kind.match(out), kinds[0], outputs, is_leaf=is_like)
 
 
-def _forward_state(run: Run, state: Mapping[str, Array], contexts: Sequence[ForwardContext]) -> Mapping[str, Array]:
+def _forward_state(run: Run, state: State, contexts: Sequence[ForwardContext]) -> State:
     return write_state(run, state, [ctx.used for ctx in contexts]) if run.forward_state else {}
 
 

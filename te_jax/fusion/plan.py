@@ -18,6 +18,7 @@ from te_jax import compat
 from te_jax.fusion.execute import backward_contexts, backward_step, forward_contexts, forward_step
 from te_jax.fusion.pattern import Step
 from te_jax.fusion.run import Run, read_scales, write_state
+from te_jax.ops.base import LinkInfo
 from te_jax.primitives import TARGETS, library, support
 from te_jax.recipe import Recipe
 
@@ -181,17 +182,27 @@ _DY_IS_CURRENT = "dy: current scaling, as nothing differentiates its state (te.n
 
 
 def _reads_state(run: Run, what: _Traced) -> PlannedStep:
-    name = f"reads the scales of {len(run.quantizers)} quantizers"
+    name = f"reads the scales of {_count(run, ('x', 'kernel', 'dy'))} quantizers"
     return PlannedStep(("FP8 state",), name, what.custom_calls, False, ())
 
 
 def _writes_state(run: Run, roles: tuple[str, ...], state: Any, *notes: str) -> PlannedStep:
     """The step that writes the state of the quantizers of these roles."""
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    used = [{r: scalar for r in info.op.roles if r in roles} if info.quantized else {} for info in run.links]
+    used = [{r: _amax(info) for r in info.op.roles if r in roles} if info.quantized else {} for info in run.links]
     what, _ = _trace(functools.partial(write_state, run), state, used)
-    written = sum(role in roles for _, role in run.quantizers)
-    return PlannedStep(("FP8 state",), f"writes the state of {written} quantizers", what.custom_calls, False, notes)
+    name = f"writes the state of {_count(run, roles)} quantizers"
+    return PlannedStep(("FP8 state",), name, what.custom_calls, False, notes)
+
+
+def _amax(info: LinkInfo) -> jax.ShapeDtypeStruct:
+    """The type of an amax that a quantized linear leaves for the state."""
+    return jax.ShapeDtypeStruct(() if info.op.groups is None else (info.op.groups,), jnp.float32)
+
+
+def _count(run: Run, roles: tuple[str, ...]) -> int:
+    """Quantizers of these roles; one for each group where there are groups."""
+    parts = run.state_parts().values()
+    return sum(max(spec.groups, 1) * sum(role in roles for _, role in rows) for rows, spec in parts)
 
 
 def _trace(fn, *avals) -> tuple[_Traced, Any]:
@@ -230,7 +241,8 @@ def _planned(run: Run, step: Step, what: _Traced, value: Any, *, backward: bool)
     notes += [note for info in links if (note := info.op.note(info)) is not None]
     unquantized = {info.why_unquantized for info in run.links}
     notes += [f"no {r.rule}: {r.reason}" for r in refusals if r.links[0] in step.links and r.reason not in unquantized]
-    if "te_jax_gemm" in what.custom_calls:
+    quantized = any(info.quantized for info in links)
+    if quantized and {"te_jax_gemm", "te_jax_grouped_gemm"} & set(what.custom_calls):
         notes.append(_accumulation(links[0].quantizing_recipe, ("dgrad", "wgrad") if backward else ("fprop",)))
     writes_fp8 = not isinstance(value, Array | jax.ShapeDtypeStruct)
     return PlannedStep(

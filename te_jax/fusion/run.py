@@ -18,7 +18,10 @@ from te_jax.ops.base import LinkInfo, Used
 from te_jax.primitives.spec import ScaleReadSpec, ScaleWriteSpec
 from te_jax.recipe import DelayedScaling, Recipe
 
-Scales = list[dict[str, Array]]  # link -> role -> f32[]
+State = Mapping[str, Mapping[str, Array]]  # SHARED, or the number of a link with groups -> leaves
+Scales = list[dict[str, Array]]  # link -> role -> f32[], or f32[groups]
+SHARED = "shared"
+"""The key in the state of the leaves that all linears without groups share."""
 
 
 class Output(NamedTuple):
@@ -43,6 +46,18 @@ class Wiring:
         """(link, number) of every extra input that comes from there."""
         for link, sources in enumerate(self.inputs):
             yield from ((link, number) for number, other in enumerate(sources) if other == source)
+
+
+class StatePart(NamedTuple):
+    """Leaves of FP8 state: its quantizers as (link, role), and how their scales come from it."""
+
+    rows: tuple[tuple[int, str], ...]
+    spec: ScaleReadSpec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The leading dimensions of the leaves. Groups come first, so that they can be split with the experts."""
+        return (self.spec.groups, len(self.rows)) if self.spec.groups else (len(self.rows),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +85,9 @@ class Run:
 
     @property
     def quantizers(self) -> tuple[tuple[int, str], ...]:
-        """(link, role) of every row of the run's FP8 state. Unquantized linears have theirs, unused."""
-        return tuple((i, role) for i, info in enumerate(self.links) for role in info.op.roles)
+        """(link, role) of every row of the FP8 state that linears share. Unquantized linears have theirs, unused."""
+        shared = [(i, info.op) for i, info in enumerate(self.links) if info.op.groups is None]
+        return tuple((i, role) for i, op in shared for role in op.roles)
 
     @property
     def stateful_recipe(self) -> DelayedScaling:
@@ -80,36 +96,43 @@ class Run:
             raise TypeError(errors.message("fusion.execute", "recipe", "DelayedScaling", type(self.recipe).__name__))
         return self.recipe
 
-    @property
-    def scale_spec(self) -> ScaleReadSpec:
-        """How the scales of the run's quantizers come from its FP8 state."""
+    def state_parts(self) -> dict[str, StatePart]:
+        """The parts of the FP8 state by key: the leaves that linears share, and those of each one with groups."""
+        parts = {SHARED: self._state_part(self.quantizers)} if self.quantizers else {}
+        for i, info in enumerate(self.links):
+            if info.op.groups is not None and info.op.roles:
+                parts[str(i)] = self._state_part(tuple((i, role) for role in info.op.roles))
+        return parts
+
+    def _state_part(self, rows: tuple[tuple[int, str], ...]) -> StatePart:
         recipe = self.stateful_recipe
-        return ScaleReadSpec(
-            formats=" ".join(recipe.format(role).name for _, role in self.quantizers),
+        spec = ScaleReadSpec(
+            formats=" ".join(recipe.format(role).name for _, role in rows),
             margin=recipe.margin,
             most_recent=recipe.amax_compute_algo == "most_recent",
+            groups=self.links[rows[0][0]].op.groups or 0,
         )
+        return StatePart(rows, spec)
 
 
-def read_scales(run: Run, state: Mapping[str, Array]) -> Scales:
-    """Per link: role -> f32[], the scale to quantize with. Empty without state (current scaling)."""
+def read_scales(run: Run, state: State) -> Scales:
+    """Per link: role -> the scale to quantize with, f32[] or f32[groups]. Empty without state (current scaling)."""
     scales: Scales = [{} for _ in run.links]
     if state and run.quantizes:
-        for (link, role), scale in zip(run.quantizers, primitives.scale_read(state, run.scale_spec), strict=True):
-            scales[link][role] = scale
+        for key, (rows, spec) in run.state_parts().items():
+            for (link, role), scale in zip(rows, primitives.scale_read(state[key], spec), strict=True):
+                scales[link][role] = scale
     return scales
 
 
-def write_state(run: Run, state: Mapping[str, Array], used: Sequence[Used]) -> Mapping[str, Array]:
+def write_state(run: Run, state: State, used: Sequence[Used]) -> State:
     """The state's cotangent: its next value; zero in the rows of quantizers that this call didn't use."""
     if not state or not run.quantizes:
         return jax.tree.map(lambda leaf: Like.of(leaf).match(jnp.zeros(leaf.shape, leaf.dtype)), state)
-    rows = [used[link].get(role) for link, role in run.quantizers]
-    read = run.scale_spec
-    spec = ScaleWriteSpec(
-        formats=read.formats,
-        margin=read.margin,
-        most_recent=read.most_recent,
-        used="".join("0" if row is None else "1" for row in rows),
-    )
-    return primitives.scale_write(state, [amax for amax in rows if amax is not None], spec)
+    written = {}
+    for key, (rows, read) in run.state_parts().items():
+        amaxes = [used[link].get(role) for link, role in rows]
+        fields = {field.name: getattr(read, field.name) for field in dataclasses.fields(read)}
+        spec = ScaleWriteSpec(**fields, used="".join("0" if amax is None else "1" for amax in amaxes))
+        written[key] = primitives.scale_write(state[key], [amax for amax in amaxes if amax is not None], spec)
+    return written

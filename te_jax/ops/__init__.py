@@ -20,6 +20,7 @@ from te_jax.ops.bias import Bias as Bias
 from te_jax.ops.collective import AllGather as AllGather
 from te_jax.ops.collective import AllReduce as AllReduce
 from te_jax.ops.collective import ReduceScatter as ReduceScatter
+from te_jax.ops.grouped_linear import GroupedLinear as GroupedLinear
 from te_jax.ops.linear import BasicLinear as BasicLinear
 from te_jax.ops.linear import Linear as Linear
 from te_jax.ops.misc import ConstantScale as ConstantScale

@@ -61,12 +61,19 @@ class Activation(Op):
         return self._compute(x.astype(jnp.float32)).astype(x.dtype)
 
     def forward_quantized(
-        self, ctx: ForwardContext, x: Array, scale: Array | None, quantizing: dict[str, Any]
+        self,
+        ctx: ForwardContext,
+        x: Array,
+        scale: Array | None,
+        quantizing: dict[str, Any],
+        *,
+        group_sizes: Array | None = None,
     ) -> primitives.QuantizeOut:
         """The result in FP8 only, as the linear after it wants it (``quantizing``), in one pass over x."""
         ctx.saved = x
+        spec = ActivationSpec(**self._fields(), **quantizing)
         axes = mesh.amax_axes(x, scale, ctx.info.recipe)
-        return primitives.activation(x, scale, ActivationSpec(**self._fields(), **quantizing), amax_axes=axes)
+        return primitives.activation(x, scale, spec, group_sizes=group_sizes, amax_axes=axes)
 
     def backward(self, ctx: BackwardContext, dy: Array) -> Array:
         x = ctx.saved
@@ -74,12 +81,18 @@ class Activation(Op):
         return vjp(dy.astype(jnp.float32))[0].astype(x.dtype)
 
     def backward_quantized(
-        self, ctx: BackwardContext, dy: Array, scale: Array | None, quantizing: dict[str, Any]
+        self,
+        ctx: BackwardContext,
+        dy: Array,
+        scale: Array | None,
+        quantizing: dict[str, Any],
+        *,
+        group_sizes: Array | None = None,
     ) -> primitives.QuantizeOut:
         """The cotangent of x in FP8 only, as the linear before it wants it (``quantizing``), in one pass."""
         spec = ActivationGradSpec(**self._fields(), **quantizing)
         axes = mesh.amax_axes(dy, scale, ctx.info.recipe)
-        return primitives.activation_grad(dy, ctx.saved, scale, spec, amax_axes=axes)
+        return primitives.activation_grad(dy, ctx.saved, scale, spec, group_sizes=group_sizes, amax_axes=axes)
 
 
 @dataclasses.dataclass(frozen=True)

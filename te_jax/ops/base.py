@@ -61,6 +61,11 @@ class Op:
     num_extra_outputs: ClassVar[int] = 0
     roles: ClassVar[tuple[str, ...]] = ()  # the quantizers it has: of linears and Quantize
 
+    @property
+    def groups(self) -> int | None:
+        """How many scales each of its quantizers has, one for each group of tokens; None: a single one."""
+        return None
+
     def expand(self) -> tuple[Op, ...]:
         """The basic ops it stands for; they share the parameter scope of this one."""
         return (self,)

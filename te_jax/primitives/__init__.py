@@ -9,6 +9,8 @@ from te_jax.primitives.activation import activation_grad as activation_grad
 from te_jax.primitives.attention import attention as attention
 from te_jax.primitives.attention import attention_grad as attention_grad
 from te_jax.primitives.gemm import gemm as gemm
+from te_jax.primitives.grouped_gemm import grouped_gemm as grouped_gemm
+from te_jax.primitives.grouped_gemm import grouped_wgrad as grouped_wgrad
 from te_jax.primitives.norm import norm as norm
 from te_jax.primitives.norm_grad import NormGradOut as NormGradOut
 from te_jax.primitives.norm_grad import norm_grad as norm_grad
@@ -22,6 +24,8 @@ from te_jax.primitives.spec import AttentionGradSpec as AttentionGradSpec
 from te_jax.primitives.spec import AttentionSpec as AttentionSpec
 from te_jax.primitives.spec import DequantizeSpec as DequantizeSpec
 from te_jax.primitives.spec import GemmSpec as GemmSpec
+from te_jax.primitives.spec import GroupedGemmSpec as GroupedGemmSpec
+from te_jax.primitives.spec import GroupedWgradSpec as GroupedWgradSpec
 from te_jax.primitives.spec import NormGradSpec as NormGradSpec
 from te_jax.primitives.spec import NormSpec as NormSpec
 from te_jax.primitives.spec import QuantizeSpec as QuantizeSpec

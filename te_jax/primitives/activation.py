@@ -25,10 +25,15 @@ QUICK_GELU_ALPHA = 1.702
 
 
 def activation(
-    x: jax.Array, scale: jax.Array | None, spec: ActivationSpec, *, amax_axes: tuple[str, ...] | None = None
+    x: jax.Array,
+    scale: jax.Array | None,
+    spec: ActivationSpec,
+    *,
+    group_sizes: jax.Array | None = None,
+    amax_axes: tuple[str, ...] | None = None,
 ) -> QuantizeOut:
-    """y [*lead, C] = act(x), x [*lead, C] or [*lead, 2C] if gated; scale and amax_axes as for ``quantize``."""
-    operands = quantizing.with_scale(spec, "activation", scale, x)
+    """y [*lead, C] = act(x), x [*lead, C] or [*lead, 2C] if gated; all but x as for ``quantize``."""
+    operands = quantizing.with_scale(spec, "activation", scale, x, group_sizes=group_sizes)
     return quantizing.to_out(spec, _ACTIVATION(spec, *operands, amax_axes=amax_axes))
 
 
@@ -38,10 +43,11 @@ def activation_grad(
     scale: jax.Array | None,
     spec: ActivationGradSpec,
     *,
+    group_sizes: jax.Array | None = None,
     amax_axes: tuple[str, ...] | None = None,
 ) -> QuantizeOut:
-    """y, in x's shape: the cotangent of x for dy [*lead, C], in x's dtype; scale, amax_axes as for ``quantize``."""
-    operands = quantizing.with_scale(spec, "activation_grad", scale, dy, x)
+    """y, in x's shape: the cotangent of x for dy [*lead, C], in x's dtype; the rest as for ``quantize``."""
+    operands = quantizing.with_scale(spec, "activation_grad", scale, dy, x, group_sizes=group_sizes)
     return quantizing.to_out(spec, _ACTIVATION_GRAD(spec, *operands, amax_axes=amax_axes))
 
 
@@ -188,6 +194,7 @@ _ACTIVATION = CustomCall(
         rule=_activation_rule,
         local=quantizing.local,
         workspace=lambda spec, x, *scale: quantizing.workspace_bytes(spec, _y_shape(spec, x)),
+        on_device=quantizing.on_device,
     )
 )
 
@@ -250,5 +257,6 @@ _ACTIVATION_GRAD = CustomCall(
         rule=_activation_grad_rule,
         local=quantizing.local,
         workspace=lambda spec, dy, x, *scale: quantizing.workspace_bytes(spec, x.shape),
+        on_device=quantizing.on_device,
     )
 )

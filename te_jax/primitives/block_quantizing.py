@@ -36,7 +36,8 @@ def wanted(spec: QuantizingSpec) -> dict[str, bool]:
 
 
 def check_scaling(spec: QuantizingSpec, op: str) -> None:
-    errors.check_value(spec.scaling in SCALINGS, op, "scaling", " or ".join(SCALINGS), spec.scaling)
+    known = (*SCALINGS, "group", "leading")
+    errors.check_value(spec.scaling in known, op, "scaling", " or ".join(known), spec.scaling)
 
 
 def check(spec: QuantizingSpec, op: str, y_shape: tuple[int, ...]) -> None:

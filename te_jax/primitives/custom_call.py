@@ -190,6 +190,9 @@ def _primitive(definition: Definition) -> compat.Primitive:
         if definition.library_call is not None:
             call = functools.partial(definition.library_call, spec)
             return compat.mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+        if platform == "cuda" and definition.on_device is not None:
+            prepare = functools.partial(definition.on_device, spec)
+            operands = _lower_function(prepare, ctx, *operands)
         extra = _workspace(definition, spec, ctx.avals_in) if platform == "cuda" else ()
         aliases = {operand: result + len(extra) for operand, result in definition.aliases(spec).items()}
         rule = jax.ffi.ffi_lowering(definition.target, operand_output_aliases=aliases)
@@ -202,6 +205,13 @@ def _primitive(definition: Definition) -> compat.Primitive:
     for platform in NATIVE_PLATFORMS:
         compat.mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
     return primitive
+
+
+@compat.numpy_promotion()
+def _lower_function(function, ctx, *operands) -> list:
+    """``function`` of the operands, whose results have the operands' types, lowered in front of a custom call."""
+    rule = compat.mlir.lower_fun(function, multiple_results=True)
+    return rule(ctx.replace(avals_out=list(ctx.avals_in)), *operands)
 
 
 def _workspace(definition: Definition, spec: Spec, avals: Sequence) -> tuple[jax.core.ShapedArray, ...]:

@@ -28,6 +28,8 @@ class Definition:
       aliases: spec -> {operand index: result index} that share a buffer.
       workspace: (spec, *avals) -> bytes of device memory that the CUDA handler works in, an uint8[bytes] that is the
         custom call's first result there and is dropped; None: it needs none. CPU handlers allocate what they need.
+      on_device: (spec, *arrays) -> the operands that the CUDA handler is given instead, in jnp: for values that are an
+        error in a CPU handler, and that a CUDA handler can't see. None: the operands as they are.
       examples: (function, in_batched, *operands) -> results of ``function`` on a batch; batch dimensions come first.
       library_call: (spec, *arrays) -> tuple of results, through custom calls of a library that XLA knows and instead of
         one of te_jax's; on CUDA only, elsewhere the reference runs. None: the custom calls are te_jax's.
@@ -44,6 +46,7 @@ class Definition:
     local: Callable[..., tuple]
     aliases: Callable[[Any], dict[int, int]] = lambda spec: {}
     workspace: Callable[..., int] | None = None
+    on_device: Callable[..., tuple] | None = None
     examples: Callable[..., tuple] = loop_over_examples
     library_call: Callable[..., tuple] | None = None
 

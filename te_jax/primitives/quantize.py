@@ -18,7 +18,12 @@ from te_jax.quant.format import is_fp8
 
 
 def quantize(
-    x: jax.Array, scale: jax.Array | None, spec: QuantizeSpec, *, amax_axes: tuple[str, ...] | None = None
+    x: jax.Array,
+    scale: jax.Array | None,
+    spec: QuantizeSpec,
+    *,
+    group_sizes: jax.Array | None = None,
+    amax_axes: tuple[str, ...] | None = None,
 ) -> QuantizeOut:
     """Quantizes x [*lead, C] (float32, bfloat16 or float16) in one pass over it; see :class:`QuantizeSpec`.
 
@@ -26,13 +31,15 @@ def quantize(
       x: the tensor.
       scale: f32[]; > 0 is used, 0 asks for the scale that x's own amax gives, NaN gives NaN data. None in block
         scaling, where every block has the scale that its amax gives.
+        With a scale for each group f32[groups].
       spec: which results are wanted.
+      group_sizes: i32[groups], in "group" scaling only.
       amax_axes: in ``shard_map``, the mesh axes that amax is reduced over; None: those x varies over, scale doesn't.
 
     Raises:
       ValueError, TypeError: for a shape, memory space or dtype that is not as above.
     """
-    operands = quantizing.with_scale(spec, "quantize", scale, x)
+    operands = quantizing.with_scale(spec, "quantize", scale, x, group_sizes=group_sizes)
     return quantizing.to_out(spec, _QUANTIZE(spec, *operands, amax_axes=amax_axes))
 
 
@@ -55,7 +62,7 @@ def _quantize_rule(spec, x, *scale):
         operands=((*lead, "c"), *quantizing.scale_factors(spec)),
         results=quantizing.factors(spec, lead, "c", x.shape),
         replicated=quantizing.replicated(spec, lead, "c", x.shape),
-        amax=(*lead, "c"),
+        amax=(*lead[1:], "c") if spec.scaling == "leading" else (*lead, "c"),
         sums=lead,
     )
 
@@ -72,6 +79,7 @@ _QUANTIZE = CustomCall(
         rule=_quantize_rule,
         local=quantizing.local,
         workspace=lambda spec, x, *scale: quantizing.workspace_bytes(spec, x.shape),
+        on_device=quantizing.on_device,
     )
 )
 

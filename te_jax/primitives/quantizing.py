@@ -16,7 +16,7 @@ import numpy as np
 
 from te_jax import errors
 from te_jax.parallel.sharding import Factors, Reductions
-from te_jax.primitives import block_quantizing
+from te_jax.primitives import block_quantizing, group_quantizing
 from te_jax.primitives.spec import QuantizingSpec
 from te_jax.quant import reference
 from te_jax.quant.division import reciprocal
@@ -30,7 +30,8 @@ class QuantizeOut(NamedTuple):
     """Results of a pass that can quantize; None where the spec doesn't ask for one.
 
     hp [*lead, C] high precision; data [*lead, C] FP8; data_t [C, *lead] FP8; scale, scale_inv, amax f32[];
-    dbias [C]; mean, rstd f32[*lead]. Block scaling: scale_inv and scale_inv_t of the blocks of data and data_t.
+    dbias [C]; mean, rstd f32[*lead]. Block scaling: scale_inv and scale_inv_t of the blocks of data and data_t. A scale
+    for each group: scale, scale_inv, amax f32[groups], data_t as ``QuantizingSpec`` says.
     """
 
     hp: jax.Array | None = None
@@ -55,26 +56,39 @@ def names(spec: QuantizingSpec) -> tuple[str, ...]:
 
 
 def operands(spec: QuantizingSpec, *tensors: str) -> tuple[str, ...]:
-    """The names of a pass's operands: ``tensors``, and the scale where there is one for the whole tensor."""
+    """The names of a pass's operands: ``tensors``, group_sizes where there are ragged groups, and the scale if any."""
+    if spec.by_group:
+        return (*tensors, *group_quantizing.operands(spec))
     return tensors if spec.blocks else (*tensors, "scale")
 
 
-def with_scale(spec: QuantizingSpec, op: str, scale: jax.Array | None, *tensors: jax.Array) -> tuple[jax.Array, ...]:
-    """The operands of a pass; raises ValueError for a scale that is missing, or one that blocks don't take."""
-    expected, got = ("None" if spec.blocks else "an array"), ("None" if scale is None else "an array")
-    errors.check_value(expected == got, op, "scale", f"{expected} for scaling {spec.scaling}", got)
-    return tensors if scale is None else (*tensors, scale)
+def with_scale(
+    spec: QuantizingSpec,
+    op: str,
+    scale: jax.Array | None,
+    *tensors: jax.Array,
+    group_sizes: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """The operands of a pass; raises ValueError for one that is missing, or that this scaling doesn't take."""
+    wanted = {"group_sizes": (group_sizes, spec.scaling == "group"), "scale": (scale, not spec.blocks)}
+    for name, (operand, want) in wanted.items():
+        expected, got = ("an array" if want else "None"), ("None" if operand is None else "an array")
+        errors.check_value(expected == got, op, name, f"{expected} for scaling {spec.scaling}", got)
+    return (*tensors, *(operand for operand in (group_sizes, scale) if operand is not None))
 
 
 def check(spec: QuantizingSpec, op: str, y_shape: tuple[int, ...], *scale) -> None:
-    """The operand ``scale`` and the fields of the spec that don't go together, for y of that shape."""
+    """The operands behind the tensors, and the fields of the spec that don't go together, for y of that shape."""
     format_of(spec.format)
     dtypes = [dtype.name for dtype in HIGH_PRECISION]
     errors.check_type(spec.dbias_dtype in dtypes, op, "dbias_dtype", " or ".join(dtypes), spec.dbias_dtype)
     block_quantizing.check_scaling(spec, op)
     if spec.blocks:
         return block_quantizing.check(spec, op, y_shape)
-    check_scalar(op, "scale", *scale)
+    if spec.by_group:
+        group_quantizing.check(spec, op, y_shape, *scale)
+    else:
+        check_scalar(op, "scale", *scale)
     alone = spec.amax and not (spec.quantizes or spec.hp or spec.dbias or getattr(spec, "stats", False))
     errors.check_value(not spec.if_unseeded or alone, op, "if_unseeded", "a pass that wants amax alone", spec)
     errors.check_value(names(spec) != (), op, "spec", "at least one wanted result", spec)
@@ -99,6 +113,9 @@ def results(spec: QuantizingSpec, y_shape: tuple[int, ...], dtype) -> tuple:
     """(shape, dtype) of the common results for y of that shape, quantized from ``dtype``."""
     if spec.blocks:
         return tuple(block_quantizing.results(spec, y_shape, dtype).values())
+    if spec.by_group:
+        known_by_group = group_quantizing.results(spec, y_shape)
+        return tuple(known_by_group[name] for name in names(spec))
     fp8 = format_of(spec.format).dtype
     f32 = np.dtype(np.float32)
     lead, cols = y_shape[:-1], y_shape[-1]
@@ -116,8 +133,11 @@ def factors(spec: QuantizingSpec, lead: Factors, cols: str, y_shape: tuple[int, 
     """Factors (``te_jax.parallel.sharding``) of the common results for y of that shape, factors ``(*lead, cols)``."""
     if spec.blocks:
         return tuple(block_quantizing.factors(spec, lead, cols, y_shape).values())
-    known = {"hp": (*lead, cols), "data": (*lead, cols), "data_t": (cols, *lead)}
-    known |= {"scale": (), "scale_inv": (), "amax": (), "dbias": (cols,)}
+    if spec.by_group:
+        known = group_quantizing.factors(spec, lead, cols)
+    else:
+        known = {"hp": (*lead, cols), "data": (*lead, cols), "data_t": (cols, *lead)}
+        known |= {"scale": (), "scale_inv": (), "amax": (), "dbias": (cols,)}
     return tuple(known[name] for name in names(spec))
 
 
@@ -127,6 +147,8 @@ def workspace_bytes(spec: QuantizingSpec, y_shape: tuple[int, ...], *, norm: boo
     fp32 and its bit patterns: the partial maxima of amax, dbias of each row of tiles, mean and rstd of each row.
     """
     rows, cols = math.prod(y_shape[:-1]), y_shape[-1]
+    if spec.by_group:
+        return group_quantizing.workspace_bytes(spec)
     # In block scaling no tile crosses from one sequence into the next.
     group = y_shape[-2] if spec.blocks and len(y_shape) > 1 else rows
     row_tiles = rows // group * -(-group // 128) if rows else 0
@@ -135,12 +157,16 @@ def workspace_bytes(spec: QuantizingSpec, y_shape: tuple[int, ...], *, norm: boo
 
 
 def scale_factors(spec: QuantizingSpec) -> tuple[Factors, ...]:
-    """Factors of the scale operand, if there is one."""
+    """Factors of the operands behind the tensors."""
+    if spec.by_group:
+        return group_quantizing.scale_factors(spec)
     return () if spec.blocks else ((),)
 
 
 def replicated(spec: QuantizingSpec, lead: Factors, cols: str, y_shape: tuple[int, ...]) -> Factors:
     """The factors of y that quantizing it doesn't allow to be split."""
+    if spec.by_group:
+        return group_quantizing.replicated(spec, lead)
     return block_quantizing.replicated(spec, lead, cols, y_shape) if spec.blocks else ()
 
 
@@ -152,6 +178,9 @@ def finish(spec: QuantizingSpec, y: jax.Array, *scale: jax.Array) -> tuple:
     """The common results for y [*lead, C], in jnp."""
     if spec.blocks:
         return tuple(block_quantizing.finish(spec, y).values())
+    if spec.by_group:
+        results_by_group = group_quantizing.finish(spec, y, *scale)
+        return tuple(results_by_group[name] for name in names(spec))
     return _finish_tensor(spec, y, *scale)
 
 
@@ -179,6 +208,8 @@ def why_not(spec: QuantizingSpec, y_shape: tuple[int, ...]) -> str | None:
         return f"shape {y_shape} has no elements"
     if cols % ALIGNMENT:
         return f"last dimension {cols} is not a multiple of {ALIGNMENT}"
+    if spec.by_group:
+        return group_quantizing.why_not(spec, y_shape, ALIGNMENT)
     if spec.blocks:
         return block_quantizing.why_not(spec, y_shape, ALIGNMENT)
     if spec.data_t and rows % ALIGNMENT:
@@ -257,3 +288,11 @@ def _amax_only(spec: QuantizingSpec) -> QuantizingSpec:
 
 def to_out(spec: QuantizingSpec, outs: Sequence[jax.Array], extra: Sequence[str] = ()) -> QuantizeOut:
     return QuantizeOut(**dict(zip((*names(spec), *extra), outs, strict=True)))
+
+
+def on_device(spec: QuantizingSpec, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """What a CUDA handler is given: ``group_quantizing.on_device`` where there are ragged groups."""
+    if spec.scaling != "group":
+        return operands
+    *tensors, group_sizes, scale = operands
+    return (*tensors, *group_quantizing.on_device(tensors[0].shape[0], group_sizes, scale))

@@ -63,6 +63,16 @@ class QuantizingSpec(Spec):
       dbias     as above
 
     with scales in the layout that a GEMM reads (``te_jax.quant.block_reference.gemm_layout``).
+
+    With a scale for each of ``groups`` groups (experts) scale, scale_inv and amax are f32[groups], the operand too:
+
+      "leading"  y [groups, R, C], quantize only: a group is an index of the first dimension; data_t [groups, C, R]
+      "group"    y [T, C]: group g is the group_sizes[g] rows behind those of the groups before it. group_sizes
+                 i32[groups] is an operand, in front of the scale. Rows behind the last group belong to none: they
+                 count for no amax and are 0 in data and data_t [C, T rounded up to 16]. Sizes that can't be (a
+                 negative one, a sum above T) are an error on CPU. On CUDA only the device knows them: all is NaN then.
+
+    Neither has hp or dbias, and ``if_unseeded`` takes the amax of every group.
     """
 
     format: str  # "e4m3" or "e5m2"
@@ -75,7 +85,8 @@ class QuantizingSpec(Spec):
     power_of_two: bool = False  # a scale seeded from amax is floored to a power of two
     if_unseeded: bool = False  # amax only where the scale operand is 0, otherwise 0 without reading y
     dbias_dtype: str = "float32"  # float32, bfloat16 or float16: that of the parameter
-    scaling: str = "tensor"  # "tensor", "block_1x128" or "block_128x128" (y [K, N] only)
+    scaling: str = "tensor"  # "tensor", "block_1x128", "block_128x128" (y [K, N] only), "group" or "leading"
+    groups: int = 0  # with "group" and "leading"
 
     @property
     def quantizes(self) -> bool:
@@ -84,12 +95,17 @@ class QuantizingSpec(Spec):
     @property
     def blocks(self) -> bool:
         """Whether every block has a scale of its own, instead of the whole tensor one."""
-        return self.scaling != "tensor"
+        return self.scaling.startswith("block")
+
+    @property
+    def by_group(self) -> bool:
+        """Whether every group has a scale of its own."""
+        return self.scaling in ("group", "leading")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeSpec(QuantizingSpec):
-    """``quantize(x [*lead, C], [scale f32[]])``. ``hp`` is not allowed (it would be x)."""
+    """``quantize(x [*lead, C], [group_sizes i32[groups]], [scale f32[]])``. ``hp`` is not allowed (it would be x)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,6 +231,7 @@ class ScaleReadSpec(Spec):
     formats: str  # "e4m3 e4m3 e5m2": a word for each quantizer
     margin: int = 0
     most_recent: bool = False  # scales come from the newest amax instead of the largest one
+    groups: int = 0  # of a grouped linear: leaves [groups, Q, ...], and scales (and amaxes) f32[groups]; 0: none
 
     @property
     def quantizers(self) -> int:
@@ -231,3 +248,35 @@ class ScaleWriteSpec(ScaleReadSpec):
     """
 
     used: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedGemmSpec(Spec):
+    """out [T, N], for the rows of each group: lhs . rhs[g] * lhs_scale_inv[g] * rhs_scale_inv[g] + bias[g].
+
+    Groups are those of "group" scaling in ``QuantizingSpec``; rows that belong to none are 0. Sizes that can't be are
+    an error on CPU, and on CUDA NaN for FP8 operands; for bfloat16 ones they are cut off there. Operands, in this
+    order: lhs [T, K], rhs [G, N, K] ([G, K, N] if ``rhs_contract_first``, not for FP8), group_sizes i32[G],
+    [lhs_scale_inv, rhs_scale_inv f32[G]] if ``fp8``, [bias [G, N]] if ``bias``.
+    """
+
+    fp8: bool = True
+    rhs_contract_first: bool = False
+    out_dtype: str = "bfloat16"  # or float32
+    bias: bool = False
+    fast_accumulation: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedWgradSpec(Spec):
+    """out [G, M, N]: for the rows of each group lhs^T . rhs * lhs_scale_inv[g] * rhs_scale_inv[g].
+
+    0 for an empty group. Operands, in this order: lhs [M, T rounded up to 16] and rhs [N, the same] if ``fp8`` (what
+    a quantizing pass writes as data_t), otherwise lhs [T, M] and rhs [T, N]; group_sizes i32[G],
+    [lhs_scale_inv, rhs_scale_inv f32[G]] if ``fp8``.
+    """
+
+    groups: int
+    fp8: bool = True
+    out_dtype: str = "float32"  # or bfloat16
+    fast_accumulation: bool = False

@@ -16,7 +16,6 @@ from te_jax import errors
 from te_jax.parallel.sharding import ShardingRule
 from te_jax.primitives.custom_call import CustomCall
 from te_jax.primitives.definition import Definition
-from te_jax.primitives.quantizing import check_scalar
 from te_jax.primitives.spec import ScaleReadSpec, ScaleWriteSpec
 from te_jax.quant import reference, state
 from te_jax.quant.format import format_of
@@ -28,6 +27,8 @@ _F32 = np.dtype(np.float32)
 
 def scale_read(leaves: Mapping[str, jax.Array], spec: ScaleReadSpec) -> tuple[jax.Array, ...]:
     """The scale f32[] that each of Q quantizers quantizes with now: 0 for an unseeded one, NaN for bad state.
+
+    With ``spec.groups`` a quantizer has a scale, and an amax below, for each group: f32[groups].
 
     Args:
       leaves: the state, as ``te_jax.state.init`` makes it; other dtypes than float32 are converted.
@@ -68,12 +69,18 @@ def _check_leaves(op, spec, history, scale, uses):
     for word in spec.formats.split(" "):
         format_of(word)
     errors.check_value(-64 <= spec.margin <= 64, op, "margin", "-64 to 64", spec.margin)
-    q = spec.quantizers
-    ok = len(history.shape) == 2 and history.shape[0] == q and history.shape[1] > 0
-    errors.check_value(ok, op, "amax_history", f"shape ({q}, at least 1)", history.shape)
-    errors.check_value(scale.shape == (q,), op, "scale", f"shape ({q},)", scale.shape)
-    wanted = (q, state.RUNGS + 2)
+    errors.check_value(spec.groups >= 0, op, "groups", "0 or more", spec.groups)
+    q = (*_group_shape(spec), spec.quantizers)
+    ok = history.shape[:-1] == q and history.shape[-1] > 0
+    errors.check_value(ok, op, "amax_history", f"shape ({', '.join(map(str, q))}, at least 1)", history.shape)
+    errors.check_value(scale.shape == q, op, "scale", f"shape {q}", scale.shape)
+    wanted = (*q, state.RUNGS + 2)
     errors.check_value(uses.shape == wanted, op, "uses", f"shape {wanted}", uses.shape)
+
+
+def _group_shape(spec) -> tuple[int, ...]:
+    """The shape of one quantizer's scale: a scalar, or one for each group."""
+    return (spec.groups,) if spec.groups else ()
 
 
 def _check_write(spec, history, scale, uses, *rest):
@@ -81,7 +88,9 @@ def _check_write(spec, history, scale, uses, *rest):
     ok = len(spec.used) == spec.quantizers and set(spec.used) <= set("01")
     errors.check_value(ok, "scale_write", "used", f"0 or 1 for each of {spec.quantizers} quantizers", repr(spec.used))
     for name, aval in zip(_write_operands(spec)[len(_LEAVES) :], rest, strict=True):
-        check_scalar("scale_write", name, aval)
+        errors.check_type(aval.dtype == jnp.float32, "scale_write", name, "dtype float32", aval.dtype)
+        shape = _group_shape(spec)
+        errors.check_value(aval.shape == shape, "scale_write", name, f"shape {shape}", aval.shape)
 
 
 def _write_operands(spec):
@@ -104,27 +113,29 @@ def _read(spec, *leaves):
 
 def _read_reference(spec, *leaves):
     scale = _read(spec, *leaves).scale
-    return tuple(scale[row] for row in range(spec.quantizers))
+    return tuple(scale[..., row] for row in range(spec.quantizers))
 
 
 def _write_reference(spec, history, scale, uses, *amaxes):
     leaves = dict(zip(_LEAVES, (history, scale, uses), strict=True))
-    given, zero = iter(amaxes), jnp.zeros((), jnp.float32)
+    given, zero = iter(amaxes), jnp.zeros(_group_shape(spec), jnp.float32)
     is_used = np.array([used == "1" for used in spec.used])
-    amax = jnp.stack([next(given) if used else zero for used in is_used])
+    amax = jnp.stack([next(given) if used else zero for used in is_used], axis=-1)
     view = _read(spec, history, scale, uses)
     derived = reference.scale_from_amax(amax, _fp8_max(spec), margin=spec.margin)
     new = state.write(view, jnp.where(view.scale == 0, derived, view.scale), amax, like=leaves)
-    rows = (jnp.where(is_used.reshape(-1, *(1,) * (new[name].ndim - 1)), new[name], 0) for name in _LEAVES)
+    shapes = {name: (-1, 1) if name != "scale" else (-1,) for name in _LEAVES}
+    rows = (jnp.where(is_used.reshape(shapes[name]), new[name], 0) for name in _LEAVES)
     return tuple(new[name] if is_used.all() else row for name, row in zip(_LEAVES, rows, strict=True))
 
 
 def _rule(spec, num_results):
     """Nothing is split: the leaves are small and every scale needs whole rows."""
-    leaves = (("q", "h"), ("q",), ("q", "u"))
-    scalars = ((),) * spec.used.count("1") if isinstance(spec, ScaleWriteSpec) else ()
-    results = leaves if isinstance(spec, ScaleWriteSpec) else ((),) * num_results
-    return ShardingRule(operands=leaves + scalars, results=results, replicated=("q", "h", "u"))
+    group = ("g",) if spec.groups else ()
+    leaves = ((*group, "q", "h"), (*group, "q"), (*group, "q", "u"))
+    scales = (group,) * spec.used.count("1") if isinstance(spec, ScaleWriteSpec) else ()
+    results = leaves if isinstance(spec, ScaleWriteSpec) else (group,) * num_results
+    return ShardingRule(operands=leaves + scales, results=results, replicated=(*group, "q", "h", "u"))
 
 
 _READ = CustomCall(
@@ -133,7 +144,7 @@ _READ = CustomCall(
         spec_type=ScaleReadSpec,
         operands=lambda spec: _LEAVES,
         check=lambda spec, *leaves: _check_leaves("scale_read", spec, *leaves),
-        results=lambda spec, *leaves: (((), _F32),) * spec.quantizers,
+        results=lambda spec, *leaves: ((_group_shape(spec), _F32),) * spec.quantizers,
         reference=_read_reference,
         why_not=lambda spec, *leaves: None,
         rule=lambda spec, *leaves: _rule(spec, spec.quantizers),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from te_jax import config
 from te_jax.parallel import mesh
 from te_jax.primitives import cudnn, custom_call, definition
-from te_jax.primitives.quantizing import ALIGNMENT
+from te_jax.primitives.quantizing import ALIGNMENT as ALIGNMENT
 from te_jax.primitives.spec import Spec
 
 

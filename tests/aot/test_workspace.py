@@ -67,6 +67,10 @@ def test_python_and_cpp_agree_on_the_size(shape):
                 blocks = dataclasses.replace(spec, scaling="block_1x128")
                 expected = module.workspace_bytes(definition.name, rows, cols, spec.dbias, group_rows=written[-2])
                 assert definition.workspace(blocks, *operands[:-1]) == expected, blocks
+            if len(written) == 2 and definition.name != "norm" and not spec.dbias and not spec.hp:
+                by_group = dataclasses.replace(spec, scaling="group", groups=5)
+                expected = module.workspace_bytes(definition.name, rows, cols, False, groups=5)
+                assert definition.workspace(by_group, *operands) == expected, by_group
     gemm = DEFINITIONS[P.GemmSpec]
     assert gemm.workspace(P.GemmSpec()) == module.workspace_bytes("gemm", 16, 16, False)
 

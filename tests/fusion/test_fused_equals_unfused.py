@@ -11,6 +11,7 @@ import te_jax as te
 from te_jax import ops
 from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES, NORM_GRAD_ADD
 from te_jax.ops.activation import ACTIVATIONS
+from te_jax.testing import hlo
 
 BF16 = jnp.bfloat16
 # Even and odd multiples of 16: tokens, features.
@@ -21,6 +22,17 @@ APPLIES = {
     # Gated activations halve the features: blocks that belong to one half each.
     "block": (te.BlockScaling(), (2, 72), 256),
 }
+# Tokens in groups: of any number, some of none.
+GROUP_SIZES = (9, 0, 17, 2)
+GROUPED_APPLIES = {
+    "delayed": (te.DelayedScaling(amax_history_len=3), (37,), 64),
+    "current": (te.CurrentScaling(power_of_two=True), (48,), 48),
+}
+GROUPED_REFUSES = {
+    "none": (None, (37,), 32),
+    "block": (te.BlockScaling(), (37,), 32),
+    "odd features": (te.CurrentScaling(), (37,), 24),
+}
 REFUSES = {
     "none": (None, (32,), 32),
     "odd tokens": (te.CurrentScaling(), (3, 5), 32),
@@ -30,6 +42,8 @@ REFUSES = {
 
 
 def make_op(kind, features):
+    if kind is ops.GroupedLinear:
+        return ops.GroupedLinear(len(GROUP_SIZES), features, use_bias=False)
     if kind is ops.BasicLinear:
         return ops.Linear(features, use_bias=False)
     if kind is ops.Bias:
@@ -56,6 +70,8 @@ def windows(cases):
     for rules, backward in ((FORWARD_RULES, False), (BACKWARD_RULES, True)):
         for rule in rules:
             for number, kinds in enumerate(chains_of(rule)):
+                if ops.GroupedLinear in kinds:
+                    continue  # GROUPED_CASES
                 few = any(k in ACTIVATIONS and k not in (ops.GELU, ops.SwiGLU) for k in kinds)
                 if few and ops.Quantize in kinds:
                     continue
@@ -63,6 +79,16 @@ def windows(cases):
                 for case in [list(cases)[number % len(cases)]] if few else cases:
                     name = f"{rule.name}:{'-'.join(k.__name__ for k in kinds)}-{case}"
                     yield pytest.param(rule, kinds, backward, case, id=name)
+
+
+# One activation: tests/primitives/test_grouped.py has what groups change in the pass, which is the same for all.
+GROUPED_CASES = [
+    pytest.param(rule, kinds, backward, id=rule.name)
+    for rules, backward in ((FORWARD_RULES, False), (BACKWARD_RULES, True))
+    for rule in rules
+    for kinds in chains_of(rule)
+    if {ops.GroupedLinear, ops.SwiGLU} <= set(kinds)
+]
 
 
 def build(rule, kinds, backward, recipe, lead, features, *, fused):
@@ -76,7 +102,13 @@ def build(rule, kinds, backward, recipe, lead, features, *, fused):
         backward_rules=rules if backward else (),
     )
     x = jax.random.normal(jax.random.key(0), (*lead, 2 * features), BF16)
-    extras = [jax.random.normal(jax.random.key(3), (*lead, features), BF16) for k in kinds if k is ops.AddExtraInput]
+    extras = [
+        jnp.array(GROUP_SIZES)
+        if k is ops.GroupedLinear
+        else jax.random.normal(jax.random.key(3), (*lead, features), BF16)
+        for k in kinds
+        if k in (ops.AddExtraInput, ops.GroupedLinear)
+    ]
     return module, x, extras
 
 
@@ -92,7 +124,8 @@ def gradients_of(module, variables, x, extras):
 
     # XLA may otherwise skip roundings to bfloat16 between steps that it sees through, but not before a custom call.
     options = {"xla_allow_excess_precision": False}
-    grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True), compiler_options=options)
+    grad = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True, allow_int=True)
+    grad = jax.jit(grad, compiler_options=options)
 
     def result(variables, x, extras):
         (_, y), grads = grad(variables, x, extras)
@@ -109,6 +142,8 @@ def step_names(module, x, extras):
 def assert_close(got, want, path):
     """Two roundings to bfloat16 apart at the most (one of the product, one of the sum), relative to the norm."""
     assert got.dtype == want.dtype
+    if got.dtype == jax.dtypes.float0:  # of integers
+        return
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
     assert error <= 2 * float(jnp.finfo(BF16).eps), (path, error)
@@ -160,6 +195,47 @@ def test_arguments_of_an_activation_reach_its_kernels(op):
     got, want = (gradients_of(module, variables, x, ())(variables, x, ()) for module in (fused, unfused))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert_close(a, b, jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("case", GROUPED_APPLIES)
+@pytest.mark.parametrize(("rule", "kinds", "backward"), GROUPED_CASES)
+def test_grouped_rule_applies(rule, kinds, backward, case):
+    assert_fused_equals_unfused(rule, kinds, backward, GROUPED_APPLIES[case], applies=True)
+
+
+@pytest.mark.parametrize("case", GROUPED_REFUSES)
+@pytest.mark.parametrize(("rule", "kinds", "backward"), GROUPED_CASES)
+def test_grouped_rule_refuses(rule, kinds, backward, case):
+    fused, x, extras = build(rule, kinds, backward, *GROUPED_REFUSES[case], fused=True)
+    unfused, _, _ = build(rule, kinds, backward, *GROUPED_REFUSES[case], fused=False)
+    assert step_names(fused, x, extras) == step_names(unfused, x, extras)
+
+
+def test_grouped_mlp():
+    """Both rules at once: the gated MLP of experts, its custom calls in a program for CUDA, and what keeps it apart."""
+
+    def mlp(**fields):
+        chain = [ops.GroupedLinear(4, 64, use_bias=False), ops.SwiGLU(), ops.GroupedLinear(4, 48, use_bias=False)]
+        return te.Sequential(chain, recipe=te.DelayedScaling(amax_history_len=3), dtype=BF16, **fields)
+
+    x, sizes = jax.random.normal(jax.random.key(0), (37, 48), BF16), jnp.array(GROUP_SIZES)
+    fused, unfused = mlp(), mlp(forward_rules=(), backward_rules=())
+    variables = jax.jit(unfused.init)(jax.random.key(1), x, sizes, sizes)
+    runs = [gradients_of(module, variables, x, (sizes, sizes)) for module in (fused, unfused)]
+    got, want = (run(variables, x, (sizes, sizes)) for run in runs)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert_close(a, b, jax.tree_util.keystr(path))
+
+    step = jax.jit(jax.grad(lambda v, x: fused.apply(v, x, sizes, sizes).astype(jnp.float32).var(), argnums=(0, 1)))
+    text = step.trace(variables, x).lower(lowering_platforms=("cuda",)).as_text()
+    calls = {"te_jax_quantize": 4, "te_jax_activation": 1, "te_jax_activation_grad": 1, "te_jax_grouped_gemm": 4}
+    calls |= {"te_jax_grouped_wgrad": 2, "te_jax_scale_read": 2, "te_jax_scale_write": 2}
+    assert hlo.count_custom_calls(text) == calls == fused.plan(x, sizes, sizes).custom_calls
+    plan = str(fused.plan(x, sizes, sizes))
+    assert "SwiGLU(ops_1): quantizes by group for the next linear, writes FP8 [te_jax_activation]" in plan
+    assert "d-activation+quantize by group, for the linear before it, writes FP8 [te_jax_activation_grad]" in plan
+    with_bias = te.Sequential([ops.GroupedLinear(4, 64), ops.SwiGLU()], recipe=te.CurrentScaling(), dtype=BF16)
+    assert "the gradient of a bias of groups" in str(with_bias.plan(x, sizes))
 
 
 @pytest.mark.parametrize("op", [ops.AddExtraInput, ops.MakeExtraOutput])

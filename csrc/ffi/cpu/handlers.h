@@ -10,6 +10,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_norm_grad);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_activation);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_activation_grad);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_gemm);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_grouped_gemm);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_grouped_wgrad);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_scale_read);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_scale_write);
 

@@ -19,6 +19,8 @@ py::dict Registrations() {
   targets["te_jax_activation"] = te_jax::Capsule(te_jax_cpu_activation);
   targets["te_jax_activation_grad"] = te_jax::Capsule(te_jax_cpu_activation_grad);
   targets["te_jax_gemm"] = te_jax::Capsule(te_jax_cpu_gemm);
+  targets["te_jax_grouped_gemm"] = te_jax::Capsule(te_jax_cpu_grouped_gemm);
+  targets["te_jax_grouped_wgrad"] = te_jax::Capsule(te_jax_cpu_grouped_wgrad);
   targets["te_jax_scale_read"] = te_jax::Capsule(te_jax_cpu_scale_read);
   targets["te_jax_scale_write"] = te_jax::Capsule(te_jax_cpu_scale_write);
   return targets;

@@ -11,6 +11,7 @@
 #include "csrc/ffi/attrs.h"
 #include "csrc/ffi/dequantize.h"
 #include "csrc/ffi/gemm.h"
+#include "csrc/ffi/grouped_gemm.h"
 #include "csrc/ffi/norm.h"
 #include "csrc/ffi/norm_grad.h"
 #include "csrc/ffi/quantize.h"
@@ -19,6 +20,7 @@
 #include "csrc/kernels/activation.h"
 #include "csrc/kernels/activation_grad.h"
 #include "csrc/kernels/dequantize.h"
+#include "csrc/kernels/grouped_gemm.h"
 #include "csrc/kernels/norm.h"
 #include "csrc/kernels/norm_grad.h"
 #include "csrc/kernels/quantize.h"
@@ -47,6 +49,10 @@ template <>
 constexpr char kOp<ActivationGradSpec>[] = "te_jax activation_grad";
 template <>
 constexpr char kOp<GemmSpec>[] = "te_jax gemm";
+template <>
+constexpr char kOp<GroupedGemmSpec>[] = "te_jax grouped_gemm";
+template <>
+constexpr char kOp<GroupedWgradSpec>[] = "te_jax grouped_wgrad";
 template <>
 constexpr char kOp<ScaleReadSpec>[] = "te_jax scale_read";
 template <>
@@ -145,6 +151,10 @@ TE_JAX_DEFINE_PASS(te_jax_cuda_activation_grad, ActivationGradSpec, te_jax::Deco
                    te_jax::kernels::ActivationGradWorkspaceBytes, te_jax::kernels::LaunchActivationGrad);
 TE_JAX_DEFINE_SMALL(te_jax_cuda_dequantize, DequantizeSpec, te_jax::DecodeDequantize,
                     te_jax::kernels::LaunchDequantize);
+TE_JAX_DEFINE_SMALL(te_jax_cuda_grouped_gemm, GroupedGemmSpec, te_jax::DecodeGroupedGemm,
+                    te_jax::kernels::LaunchGroupedGemm);
+TE_JAX_DEFINE_SMALL(te_jax_cuda_grouped_wgrad, GroupedWgradSpec, te_jax::DecodeGroupedWgrad,
+                    te_jax::kernels::LaunchGroupedWgrad);
 TE_JAX_DEFINE_SMALL(te_jax_cuda_scale_read, ScaleReadSpec, te_jax::DecodeScaleRead, te_jax::kernels::LaunchScaleRead);
 TE_JAX_DEFINE_SMALL(te_jax_cuda_scale_write, ScaleWriteSpec, te_jax::DecodeScaleWrite,
                     te_jax::kernels::LaunchScaleWrite);

@@ -17,6 +17,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_norm_grad);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_activation);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_activation_grad);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_gemm);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_grouped_gemm);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_grouped_wgrad);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_scale_read);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_scale_write);
 

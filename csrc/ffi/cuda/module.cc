@@ -28,6 +28,8 @@ py::dict Registrations(bool command_buffers) {
   targets["te_jax_activation"] = te_jax::Capsule(te_jax_cuda_activation);
   targets["te_jax_activation_grad"] = te_jax::Capsule(te_jax_cuda_activation_grad);
   targets["te_jax_gemm"] = te_jax::Capsule(te_jax_cuda_gemm);
+  targets["te_jax_grouped_gemm"] = te_jax::Capsule(te_jax_cuda_grouped_gemm);
+  targets["te_jax_grouped_wgrad"] = te_jax::Capsule(te_jax_cuda_grouped_wgrad);
   targets["te_jax_scale_read"] = te_jax::Capsule(te_jax_cuda_scale_read);
   targets["te_jax_scale_write"] = te_jax::Capsule(te_jax_cuda_scale_write);
   return targets;
@@ -50,7 +52,8 @@ py::dict CublasLtStatus() {
 }
 
 // The formulas of the handlers, without their operands.
-size_t WorkspaceBytes(const std::string& op, int64_t rows, int64_t cols, bool dbias, int64_t group_rows) {
+size_t WorkspaceBytes(const std::string& op, int64_t rows, int64_t cols, bool dbias, int64_t group_rows,
+                      int64_t groups) {
   if (op == "norm_grad") {
     te_jax::NormGradArgs args;
     args.rows = rows;
@@ -65,6 +68,7 @@ size_t WorkspaceBytes(const std::string& op, int64_t rows, int64_t cols, bool db
     args.out.dbias = dbias ? &wanted : nullptr;
     args.out.scaling = group_rows > 0 ? te_jax::Scaling::kBlock1x128 : te_jax::Scaling::kTensor;
     args.out.group_rows = group_rows;
+    args.out.groups = groups;
     return formula(args);
   };
   if (op == "quantize") return bytes(te_jax::QuantizeArgs(), te_jax::kernels::QuantizeWorkspaceBytes);
@@ -116,7 +120,7 @@ PYBIND11_MODULE(_te_jax_cuda, module) {
              "{target name: handler capsule}, for jax.ffi.register_ffi_target. command_buffers: whether XLA may "
              "capture them in command buffers; what the first call says.");
   module.def("workspace_bytes", &WorkspaceBytes, py::arg("op"), py::arg("rows"), py::arg("cols"), py::arg("dbias"),
-             py::arg("group_rows") = 0,
+             py::arg("group_rows") = 0, py::arg("groups") = 0,
              "Bytes that the handler of \"quantize\", \"norm\", \"activation\" or \"activation_grad\" wants as "
              "workspace for a result [rows, cols] (in 1x128 blocks if group_rows, the last leading dimension, is "
              "given), of \"norm_grad\" (dbias: layernorm), or \"gemm\" for any.");
