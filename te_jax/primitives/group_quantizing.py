@@ -79,12 +79,12 @@ def results(spec: QuantizingSpec, y_shape: tuple[int, ...]) -> dict[str, tuple]:
 
 def finish(spec: QuantizingSpec, y: jax.Array, *rest: jax.Array) -> dict[str, jax.Array]:
     """The results for y, in jnp, by name."""
-    options = {"margin": spec.margin, "power_of_two": spec.power_of_two}
+    fmt, margin = format_of(spec.format), spec.margin
     if spec.scaling == "leading":
-        q = grouped.quantize_leading(y, *rest, format_of(spec.format), **options)
+        q = grouped.quantize_leading(y, *rest, format=fmt, margin=margin, power_of_two=spec.power_of_two)
         data_t = jnp.swapaxes(q.data, 1, 2)
     else:
-        q = grouped.quantize_rows(y, *rest, format_of(spec.format), **options)
+        q = grouped.quantize_rows(y, *rest, format=fmt, margin=margin, power_of_two=spec.power_of_two)
         data_t = grouped.transposed(q.data)
     return {"data": q.data, "data_t": data_t, "scale": q.scale, "scale_inv": q.scale_inv, "amax": q.amax}
 

@@ -46,7 +46,7 @@ class GroupedQuantized(NamedTuple):
 
 
 def quantize_rows(
-    y: jax.Array, group_sizes: jax.Array, scale: jax.Array, format: Format, *, margin: int, power_of_two: bool
+    y: jax.Array, group_sizes: jax.Array, scale: jax.Array, *, format: Format, margin: int, power_of_two: bool
 ) -> GroupedQuantized:
     """Quantizes y [T, C] with a scale for each group; one of 0 is replaced by the one that the group's amax gives.
 
@@ -64,7 +64,7 @@ def quantize_rows(
 
 
 def quantize_leading(
-    y: jax.Array, scale: jax.Array, format: Format, *, margin: int, power_of_two: bool
+    y: jax.Array, scale: jax.Array, *, format: Format, margin: int, power_of_two: bool
 ) -> GroupedQuantized:
     """The same of y [G, R, C], whose groups are all R rows."""
     group_amax = amax(y, (1, 2))

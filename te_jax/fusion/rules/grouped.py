@@ -78,7 +78,7 @@ def _backward_condition(window: Window) -> str | None:
     info = window.info(0)
     if (reason := _why_not_by_group(info)) is not None:
         return reason
-    if info.op.use_bias:
+    if any(spec.name == "bias" for spec in info.op.params(info.x_type)):
         return "the gradient of a bias of groups is taken from the cotangent in high precision"
     return None
 
