@@ -35,7 +35,7 @@ class LanguageModel(nn.Module):
         layers = nn.scan(
             layer,
             length=self.layers,
-            variable_axes={"params": 0, te.state.COLLECTION: 0, te.state.KERNELS: 0},
+            variable_axes={"params": 0, te.state.COLLECTION: 0, te.state.KERNELS: 0, te.health.COLLECTION: 0},
             split_rngs={"params": True, "dropout": True},
             in_axes=nn.broadcast,
         )(**layer_config(self), name="layers")

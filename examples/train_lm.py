@@ -6,7 +6,8 @@
     python examples/train_lm.py --out runs/a --resume       # ... and goes on, bit for bit as if it had not stopped
 
 The learning-rate schedule depends on --schedule-steps alone, the batch of a step on (--seed, step) alone. In --out:
-checkpoints/<step>, losses.jsonl, summary.json, loss.png; the bf16 run of --compare has its own folder, bf16/.
+checkpoints/<step>, losses.jsonl, summary.json, loss.png; the bf16 run of --compare has its own folder, bf16/. With
+--health-every also health.jsonl, health.png and, with --tensorboard, a folder tensorboard/ of the same scalars.
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="its peak")
     parser.add_argument("--data", help="a folder of .py files to train on; default: the standard library")
     parser.add_argument("--remat", action="store_true", help="recompute each layer in the backward pass")
+    parser.add_argument(
+        "--health-every", type=_positive, metavar="STEPS", help="measure what FP8 does to every tensor this often"
+    )
+    parser.add_argument("--tensorboard", action="store_true", help="write the measurements as event files too")
     return parser
 
 
@@ -137,14 +142,16 @@ def init_state(model: LanguageModel, optimizer, seed: int, tokens: jax.Array) ->
     return TrainState.of(variables, jax.jit(optimizer.init)(variables["params"]))
 
 
-def loss_of(model: LanguageModel, params, fp8, tokens: jax.Array) -> jax.Array:
+def loss_of(model: LanguageModel, variables: dict[str, Any], tokens: jax.Array) -> jax.Array:
     """Mean nats per byte of tokens [B, T + 1]."""
-    logits = model.apply(te.state.merge({"params": params}, fp8), tokens[:, :-1])  # [B, T, V]
+    logits = model.apply(variables, tokens[:, :-1])  # [B, T, V]
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 def train_step(model, optimizer, state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
-    loss, (grads, fp8) = jax.value_and_grad(loss_of, argnums=(1, 2))(model, state.params, state.fp8, tokens)
+    loss, grads = jax.value_and_grad(lambda variables: loss_of(model, variables, tokens))(state.variables())
+    rest, fp8 = te.state.split(grads)
+    grads = rest["params"]
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     return (
         TrainState(
@@ -181,10 +188,14 @@ def run(args: argparse.Namespace, name: str, recipe: te.Recipe | None, out: path
     compiled = lowered.compile()
 
     log = lm_report.LossLog(out / "losses.jsonl", start)
+    health = make_health(args, model, state, recipe, out, start)
     step, stopping, pending = start, False, []
     with Console(name, start, args.steps, args.batch * args.seq) as console:
         while step < args.steps and not stopping:
-            state, loss = compiled(state, corpus.batch(args.seed, step, args.batch, args.seq))
+            tokens = corpus.batch(args.seed, step, args.batch, args.seq)
+            if health is not None:
+                health(step, state.variables(), tokens)
+            state, loss = compiled(state, tokens)
             pending.append((step, loss))
             step += 1
             stopping = stop.received is not None
@@ -202,8 +213,24 @@ def run(args: argparse.Namespace, name: str, recipe: te.Recipe | None, out: path
     return Result(step, held_out, calls, out / "checkpoints" / str(step))
 
 
+def make_health(args, model: LanguageModel, state: TrainState, recipe, out: pathlib.Path, start: int):
+    """What --health-every asks for: flags go to the console. None without it, and for a run that isn't quantized."""
+    if args.health_every is None or recipe is None:
+        return None
+    log = lm_report.HealthLog(out / "health.jsonl", start, tensorboard=args.tensorboard)
+    tokens = jax.ShapeDtypeStruct((args.batch, args.seq), jnp.int32)
+    return te.health.Callback(
+        lambda variables, tokens: loss_of(model, variables, tokens),
+        te.health.instrument(model, state.variables(), tokens),
+        every=args.health_every,
+        monitor=te.health.Monitor(),
+        write=log.write,
+        on_flags=lambda flags: print("not healthy:", *map(str, flags), sep="\n  "),
+    )
+
+
 def held_out_loss(model: LanguageModel, state: TrainState, corpus: lm_data.Corpus, args: argparse.Namespace) -> float:
-    evaluate = jax.jit(lambda tokens: loss_of(model, state.params, state.fp8, tokens))
+    evaluate = jax.jit(lambda tokens: loss_of(model, state.variables(), tokens))
     batches = corpus.held_out_batches(HELD_OUT_BATCHES, args.batch, args.seq)
     return float(sum(evaluate(tokens) for tokens in batches) / HELD_OUT_BATCHES)
 
@@ -290,8 +317,11 @@ def main(argv: list[str] | None = None) -> None:
     if len(results) == 2:
         fp8, bf16 = (result.held_out_loss for result in results.values())
         print(f"\n{args.recipe} against bf16: {100 * (fp8 / bf16 - 1):+.2f}% held-out loss")
-    curves = {name: lm_report.read_losses(folder / "losses.jsonl") for name, (_, folder) in runs.items()}
+    curves = {name: lm_report.read_log(folder / "losses.jsonl") for name, (_, folder) in runs.items()}
     lm_report.plot(out / "loss.png", curves, entropy)
+    health = lm_report.read_log(out / "health.jsonl")
+    if health:
+        lm_report.plot_health(out / "health.png", health)
     lm_report.write_summary(out / "summary.json", results, entropy)
     print(f"plot: {out / 'loss.png'}")
 

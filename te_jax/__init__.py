@@ -7,12 +7,15 @@ from te_jax import ops
 import importlib
 
 from te_jax import flax as flax
+from te_jax import health as health
 from te_jax import nnx as nnx
 from te_jax import ops as ops
 from te_jax import state as state
 from te_jax.accumulate import accumulate_gradients as accumulate_gradients
 from te_jax.accumulate import quantize_kernels as quantize_kernels
 from te_jax.flax.train_state import TrainState as TrainState
+from te_jax.fp8_params import dequantize_params as dequantize_params
+from te_jax.fp8_params import quantize_params as quantize_params
 from te_jax.fusion.plan import FusionPlan as FusionPlan
 from te_jax.quant.tensor import QTensor as QTensor
 from te_jax.recipe import BlockScaling as BlockScaling
@@ -26,7 +29,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    """``te.checkpoint``, on first use: orbax takes a while to import."""
-    if name == "checkpoint":
-        return importlib.import_module("te_jax.checkpoint")
+    """``te.checkpoint``, on first use: orbax takes a while to import; ``te.interop``."""
+    if name in ("checkpoint", "interop"):
+        return importlib.import_module(f"te_jax.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from jax import Array
 
 from te_jax.chain import CALL, Chain, Foreign, ForeignPart, RunPart, Value, read_chain, types
 from te_jax.chain.places import freeze
-from te_jax.errors import check_type, check_value
+from te_jax.errors import check_type, check_value, required
+from te_jax.fusion import inference, probe
 from te_jax.fusion import plan as planning
 from te_jax.fusion.execute import Kernels, execute, quantize_kernels
 from te_jax.fusion.pattern import Rule
@@ -24,6 +26,8 @@ from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
 from te_jax.fusion.run import SHARED, Run, State, StatePart
 from te_jax.ops.base import LinkInfo, Op, ParamSpec, TensorType
 from te_jax.quant import state as fp8_state
+from te_jax.quant.health import COLLECTION as HEALTH
+from te_jax.quant.health import RunHealth
 from te_jax.quant.state import KERNELS
 from te_jax.recipe import Recipe
 
@@ -36,7 +40,7 @@ class _Scope(nn.Module):
 
     @nn.compact
     def parameters(self) -> dict[str, Array]:  # not __call__: capture_intermediates would take them for results
-        return {s.name: self.param(s.name, s.init, s.shape, self.param_dtype) for s in self.specs}
+        return {s.name: _parameter(self, s, self.param_dtype) for s in self.specs}
 
 
 class ChainModule(nn.Module, kw_only=True):
@@ -117,9 +121,11 @@ class ChainModule(nn.Module, kw_only=True):
         keys = tuple(self.make_rng("dropout") if p.op.needs_key(deterministic) else None for p in part.places)
         state = self._fp8_state(run, part.name)
         types.check_on_device(name, {"params": params, fp8_state.COLLECTION: state})
-        kernels = self._quantized_kernels(run, part, params, state)
+        params, kernels = self._kernels(run, part, params, state)
+        health = self._health(run, part)
         cast = tuple(extra.astype(type_.dtype) for extra, type_ in zip(extras, extra_types, strict=True))
-        y, extra_outputs, next_state = execute(run, params, state, kernels, keys, x.astype(dtype), cast)
+        run_it = execute if health is None else functools.partial(probe.probe, health)
+        y, extra_outputs, next_state = run_it(run, params, state, kernels, keys, x.astype(dtype), cast)
         self._put_next_state(run, part.name, next_state)
         return y, extra_outputs
 
@@ -248,10 +254,11 @@ class ChainModule(nn.Module, kw_only=True):
                 scopes[scope] = self._make_params(scope, tuple(specs.values()))
         for place, x_type in zip(part.places, x_types, strict=True):
             for spec in place.op.params(x_type):
-                shape = scopes[place.scope][spec.name].shape
+                shape = inference.shape_of(scopes[place.scope][spec.name])
                 types.check_shared(place, spec, shape, "from its first place in the chain or its initialiser")
         params = {scope: scopes[scope] for scope in wanted}
-        return params, self._compute_dtype(x, params)
+        values = [value for values in params.values() for value in values.values()]
+        return params, self._compute_dtype(x, [TensorType((), inference.dtype_of(v, self.param_dtype)) for v in values])
 
     @nn.nowrap
     def _compute_dtype(self, x: Array | TensorType, params: Any) -> Any:
@@ -262,7 +269,7 @@ class ChainModule(nn.Module, kw_only=True):
     def _make_params(self, scope: str, specs: tuple[ParamSpec, ...]) -> dict[str, Array]:
         if scope:
             return _Scope(specs, self.param_dtype, name=scope).parameters()
-        return {s.name: self.param(s.name, s.init, s.shape, self.param_dtype) for s in specs}
+        return {s.name: _parameter(self, s, self.param_dtype) for s in specs}
 
     @nn.nowrap
     def _init_state(self, run: Run) -> dict[str, dict[str, Array]]:
@@ -316,6 +323,49 @@ class ChainModule(nn.Module, kw_only=True):
             if self.has_variable(NEXT, name):
                 leaves = fp8_state.accumulate(self.get_variable(NEXT, name), leaves)
             self.put_variable(NEXT, name, leaves)
+
+    @nn.nowrap
+    def _kernels(self, run: Run, part: RunPart, params: Any, state: Any) -> tuple[Any, Kernels]:
+        """The parameters, without kernels that are kept in FP8; and, by link, what was quantized before the call."""
+        if inference.making_now() is not None and not self.is_initializing():
+            self._make_fp8_params(run, params, state)
+        rest, kept = inference.split(run, params, state, self.param_dtype)
+        if kept is None:
+            return params, self._quantized_kernels(run, part, params, state)
+        where = "/".join((*self.path, type(self).__name__))
+        check_value(_making_kernels.get() is None, where, "kernel", "one in high precision", "one in FP8 for inference")
+        return rest, kept
+
+    @nn.nowrap
+    def _make_fp8_params(self, run: Run, params: Any, state: Any) -> None:
+        """Puts FP8 kernels in the place of those that the run quantizes (te.quantize_params)."""
+        if any(inference.is_quantized(v.get(inference.KERNEL)) for v in params.values()):  # by an earlier call
+            return
+        for scope, kernel in inference.make(run, params, state).items():
+            dtype, where = params[scope][inference.KERNEL].dtype, "/".join((*self.path, scope, inference.KERNEL))
+            ok = self.dtype is not None or dtype == self.param_dtype
+            expected = (
+                f"a module that says its dtype, or a kernel of its param_dtype {jnp.dtype(self.param_dtype).name}"
+            )
+            check_value(ok, "quantize_params", where, expected, dtype)
+            own = required(self.scope, where, "scope")
+            place = own.push(scope, reuse=True) if scope else own
+            place.put_variable("params", inference.KERNEL, kernel)
+            inference.replaced(where)
+
+    @nn.nowrap
+    def _health(self, run: Run, part: RunPart) -> RunHealth | None:
+        """The leaves that this call's measurements go to, if it is measured (te.health); made inside of ``making``."""
+        name, where = f"fp8_{part.name}", "/".join((*self.path, type(self).__name__))
+        probe.found_run((*self.path, name), run)
+        if not run.quantizes or not run.quantizers or self.is_initializing():
+            return None
+        if probe.is_making():
+            expected = f"a collection that can be written: nn.scan and nn.vmap need {HEALTH!r} in their variable_axes"
+            check_value(self.is_mutable_collection(HEALTH), where, HEALTH, expected, "one that is not handed down")
+            self.put_variable(HEALTH, name, probe.init(run))
+            return None
+        return self.get_variable(HEALTH, name) if self.has_variable(HEALTH, name) else None
 
     @nn.nowrap
     def _quantized_kernels(self, run: Run, part: RunPart, params: Any, state: Any) -> Kernels:
@@ -392,6 +442,15 @@ def making_kernels() -> Generator[dict[str, str]]:
         yield unquantized
     finally:
         _making_kernels.reset(token)
+
+
+def _parameter(module: nn.Module, spec: ParamSpec, dtype: Any) -> Any:
+    """A parameter, made if the module is initializing; a kernel in FP8 as it is."""
+    if module.has_variable("params", spec.name):
+        value = module.get_variable("params", spec.name)
+        if inference.is_quantized(value):
+            return dict(value)
+    return module.param(spec.name, spec.init, spec.shape, dtype)
 
 
 class Sequential(ChainModule):

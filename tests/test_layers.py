@@ -27,7 +27,16 @@ LAYERS = [
     ("te_jax.fusion",),
     ("te_jax.chain",),
     ("te_jax.sequential",),
-    ("te_jax.flax", "te_jax.nnx", "te_jax.checkpoint", "te_jax.accumulate", "te_jax.doctor"),
+    (
+        "te_jax.flax",
+        "te_jax.nnx",
+        "te_jax.checkpoint",
+        "te_jax.accumulate",
+        "te_jax.health",
+        "te_jax.fp8_params",
+        "te_jax.interop",
+        "te_jax.doctor",
+    ),
     ("te_jax",),  # te_jax/__init__.py
     ("te_jax.testing",),  # the library never imports it
 ]

@@ -16,7 +16,10 @@ from jax import Array
 from te_jax import ops
 from te_jax.errors import check_value
 from te_jax.flax.layers import check_array, norm_op
+from te_jax.fusion import probe
+from te_jax.fusion.inference import is_quantized
 from te_jax.fusion.plan import FusionPlan
+from te_jax.quant.health import COLLECTION as HEALTH
 from te_jax.quant.state import COLLECTION, KERNELS
 from te_jax.recipe import Recipe
 from te_jax.sequential import NEXT, ChainModule
@@ -131,21 +134,25 @@ class DenseGeneral(nn.Module):
         sizes = tuple(x.shape[i] for i in axis)
         flat = x.transpose(*kept, *axis).reshape(*(x.shape[i] for i in kept), math.prod(sizes))
 
-        params = {"kernel": self._param("kernel", self.kernel_init, (*sizes, *features), len(sizes))}
+        kernel = self._fp8_kernel()
+        params = {"kernel": kernel or self._param("kernel", self.kernel_init, (*sizes, *features), len(sizes))}
         if self.use_bias:
             params["bias"] = self._param("bias", self.bias_init, features, 0)
         dense = self._dense()
         if self.is_initializing():
-            initial: Any = dense.init(jax.random.key(0), flat)
+            with probe.below(self.path):
+                initial: Any = dense.init(jax.random.key(0), flat)
             for name, state in initial.get(COLLECTION, {}).items():
                 self.put_variable(COLLECTION, name, state)
-        given = {name: self.variables[name] for name in (COLLECTION, KERNELS) if name in self.variables}
-        writable = [c for c in (KERNELS, NEXT) if self.is_mutable_collection(c) and not self.is_initializing()]
-        applied: Any = dense.apply({"params": params, **given}, flat, mutable=writable)
+        given = {name: self.variables[name] for name in (COLLECTION, KERNELS, HEALTH) if name in self.variables}
+        writes = [c for c in (KERNELS, NEXT, HEALTH) if self.is_mutable_collection(c) and not self.is_initializing()]
+        writes += ["params"] if self.is_mutable_collection("params") and not self.is_initializing() else []
+        applied: Any = dense.apply({"params": params, **given}, flat, mutable=writes)
         y, made = applied
-        for collection in writable:
+        for collection in writes:
             for name, value in made.get(collection, {}).items():
-                self.put_variable(collection, name, value)
+                if collection != "params" or is_quantized(value):
+                    self.put_variable(collection, name, value)
         return y.reshape(*y.shape[:-1], *features)
 
     def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> FusionPlan:
@@ -174,6 +181,12 @@ class DenseGeneral(nn.Module):
             param_dtype=self.param_dtype,
             parent=None,
         )
+
+    @nn.nowrap
+    def _fp8_kernel(self) -> dict[str, Array] | None:
+        """The kernel on flattened sizes, if it is one in FP8 (te.quantize_params)."""
+        value: Any = self.get_variable("params", "kernel") if self.has_variable("params", "kernel") else None
+        return dict(value) if is_quantized(value) else None
 
     @nn.nowrap
     def _param(self, name: str, init: Initializer, shape: tuple[int, ...], contracted: int) -> Array:

@@ -48,11 +48,11 @@ def execute(
 
 
 @compat.numpy_promotion()
-def quantize_kernels(run: Run, params: Params, state: State) -> Kernels:
-    """The kernels of the run's linears in FP8, as the run itself would quantize them now."""
+def quantize_kernels(run: Run, params: Params, state: State, *, train: bool = True) -> Kernels:
+    """The kernels of the run's linears in FP8, as the run itself would quantize them now, if it is differentiated."""
     kernels: list[QuantizedKernel | None] = []
     for info, scales in zip(run.links, read_scales(run, state), strict=True):
-        ctx = ForwardContext(info, params.get(info.scope, {}), train=True, scales=scales)
+        ctx = ForwardContext(info, params.get(info.scope, {}), train=train, scales=scales)
         kernels.append(info.op.quantize_kernel(ctx) if info.quantizes_kernel else None)
     return tuple(kernels)
 
@@ -66,7 +66,8 @@ def _run(run: Run, params, state, kernels, keys, x, extras):
 
 
 @compat.numpy_promotion()
-def _run_fwd(run: Run, params, state, kernels, keys, x, extras):
+def run_fwd(run: Run, params, state, kernels, keys, x, extras):
+    """The forward rule: (outputs, residuals)."""
     scales = read_scales(run, state)
     y, contexts = _forward(run, params, scales, kernels, keys, x, extras, train=True)
     kinds = jax.tree.map(Like.of, (x, extras))
@@ -105,7 +106,8 @@ def _apart(saved: Array) -> Array:
 
 
 @compat.numpy_promotion()
-def _run_bwd(run: Run, residuals, cotangents):
+def run_bwd(run: Run, residuals, cotangents):
+    """The backward rule: cotangents of everything but ``run``."""
     params, state, scales, keys, (x_kind, extra_kinds), saved, used = residuals
     dy, extra_output_grads, _ = cotangents
     contexts = backward_contexts(run, params, keys, saved, extra_output_grads, scales)
@@ -116,7 +118,7 @@ def _run_bwd(run: Run, residuals, cotangents):
     return _param_grads(params, contexts), state_grad, None, None, x_kind.match(dy), extra_grads
 
 
-_run.defvjp(_run_fwd, _run_bwd)
+_run.defvjp(run_fwd, run_bwd)
 
 
 def forward_contexts(run: Run, params, kernels, keys, extras, scales, *, train: bool) -> list[ForwardContext]:

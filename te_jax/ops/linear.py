@@ -36,6 +36,7 @@ from te_jax.ops.base import (
     tokens,
 )
 from te_jax.ops.bias import Bias
+from te_jax.ops.recording import record
 from te_jax.ops.residual import add_cotangents, addable
 from te_jax.parallel import explicit, mesh
 from te_jax.primitives.spec import GemmSpec, QuantizeSpec
@@ -205,7 +206,9 @@ def _quantize(
 ) -> primitives.QuantizeOut:
     spec = QuantizeSpec(**dbias_of(bias), **quantizing(ctx.info, role, train=train))
     scale = scale_of(ctx, role, alpha)
-    return primitives.quantize(x, scale, spec, amax_axes=mesh.amax_axes(x, scale, ctx.info.recipe))
+    out = primitives.quantize(x, scale, spec, amax_axes=mesh.amax_axes(x, scale, ctx.info.recipe))
+    record(ctx.info, role, x, out)
+    return out
 
 
 def quantize_kernel(ctx: ForwardContext) -> QuantizedKernel:
@@ -218,7 +221,7 @@ def forward(
     ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, c: Array | None = None, alpha: float = 1.0
 ) -> Array:
     """y [*lead, N] = alpha x w (+ bias [N]) (+ c [*lead, N]), rounded once; x may come quantized from its producer."""
-    info, kernel = ctx.info, ctx.params["kernel"]
+    info = ctx.info
     if not info.quantized:
         assert not isinstance(x, QTensor)
         assert bias is None
@@ -228,7 +231,9 @@ def forward(
     dtype, recipe = info.x_type.dtype, info.quantizing_recipe
     x_q = x if isinstance(x, QTensor) else quantize_operand(ctx, "x", x, train=ctx.train)[0]
     quantized = quantize_kernel(ctx) if ctx.quantized_kernel is None else ctx.quantized_kernel
-    kernel_q = as_qtensor(ctx, "kernel", primitives.QuantizeOut(**quantized), kernel.dtype)
+    expected, got = "a kernel that gradients can go through", "one in FP8 for inference (te.quantize_params)"
+    check_value("data" in quantized or not ctx.train, info.label, "kernel", expected, got)
+    kernel_q = as_qtensor(ctx, "kernel", primitives.QuantizeOut(**quantized), dtype)
     spec = GemmSpec(
         out_dtype=gemm_dtype(dtype),
         bias=bias is not None,

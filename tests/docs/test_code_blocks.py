@@ -77,3 +77,13 @@ def test_numerics():
     for name in ("optimized", "overwritten"):
         for a, b in zip(jax.tree.leaves(namespace[name]), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_health(capsys):
+    run("docs/health.md")
+    assert capsys.readouterr().out == "0 0.0\n"
+
+
+def test_interop(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("docs/interop.md")

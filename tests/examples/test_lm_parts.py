@@ -94,12 +94,12 @@ def test_loss_log_resumes_where_the_checkpoint_is(tmp_path):
     log.extend((step, 1.0 / (step + 1)) for step in range(5))
     log.close()
     path.write_text(path.read_text() + '{"step": 5, "lo')  # killed while writing
-    assert len(lm_report.read_losses(path)) == 5
+    assert len(lm_report.read_log(path)) == 5
     log = lm_report.LossLog(path, 3)
     log.extend([(3, 0.5)])
     log.close()
-    assert [entry["step"] for entry in lm_report.read_losses(path)] == [0, 1, 2, 3]
-    assert lm_report.read_losses(path)[-1]["loss"] == 0.5
+    assert [entry["step"] for entry in lm_report.read_log(path)] == [0, 1, 2, 3]
+    assert lm_report.read_log(path)[-1]["loss"] == 0.5
 
 
 @pytest.fixture

@@ -41,9 +41,30 @@ def train(data, env, out, *flags, **options):
 
 @pytest.fixture(scope="module")
 def whole_run(data, env, tmp_path_factory):
-    """2N steps in one go, delayed scaling, with bf16 beside it: (folder, output)."""
+    """2N steps in one go, delayed scaling, watched, with bf16 beside it: (folder, output)."""
     out = tmp_path_factory.mktemp("whole")
-    return out, train(data, env, out, "--recipe", "delayed", "--steps", str(2 * N), "--save-every", str(N), "--compare")
+    flags = ("--steps", str(2 * N), "--save-every", str(N), "--compare", "--health-every", "3")
+    return out, train(data, env, out, "--recipe", "delayed", *flags)
+
+
+def test_the_health_that_a_run_writes(whole_run):
+    out, printed = whole_run
+    entries = [json.loads(line) for line in (out / "health.jsonl").read_text().splitlines()]
+    assert [entry.pop("step") for entry in entries] == [0, 3, 6]
+    tags = ("amax", "scale", "saturated", "flushed", "nonfinite")
+    linears = ["head/dense", *("layers/" + name for name in ("attn/qkv/qkv_linear", "attn/proj/attn_proj"))]
+    linears += [f"layers/mlp/{fc}" for fc in ("fc1", "fc2")]
+    names = {
+        f"fp8/{linear}/{role}{layer}/{tag}"
+        for linear in linears
+        for role in ("x", "kernel", "dy")
+        for layer in (("/0", "/1") if linear.startswith("layers") else ("",))
+        for tag in tags
+    }
+    assert all(set(entry) == names for entry in entries)
+    assert (out / "health.png").stat().st_size > 5000
+    assert not (out / "bf16" / "health.jsonl").exists()
+    assert "not healthy" not in printed
 
 
 def test_what_a_run_leaves_behind(whole_run):
