@@ -6,11 +6,10 @@ import os
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
-from te_jax.checkpoint import document, trees
+from te_jax.checkpoint import document, reading, trees
 from te_jax.errors import check_value, message
 from te_jax.fp8_params import dequantize_params
 from te_jax.fusion import inference
@@ -31,22 +30,14 @@ def restore_params(
 
     Raises:
       FileNotFoundError: there is no complete checkpoint.
-      ValueError: names, shapes or dtypes differ. Nothing else is cast or filled in.
+      ValueError: names, shapes or dtypes differ, or what is stored is damaged. Nothing else is cast or filled in.
     """
     op = "checkpoint.restore_params"
     folder = _folder(op, directory, step)
     described = document.read(folder)
     check_value("params" in described["items"], op, "params", f"a stored item in {folder}", described["items"])
-    handlers: dict[str, Any] = {
-        "params": ocp.StandardCheckpointHandler(),
-        document.DOCUMENT: ocp.JsonCheckpointHandler(),
-    }
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as reader:
-        stored = reader.metadata(folder).item_metadata["params"].tree
-        wanted = _targets(op, stored, trees.abstract(like), dequantize, ())
-        trees.check_matches("params", stored, wanted)
-        loaded = reader.restore(folder, args=ocp.args.Composite(params=ocp.args.StandardRestore(wanted)))["params"]
-    out = trees.restored(loaded, wanted)
+    wanted = _targets(op, reading.metadata(folder, "params"), trees.abstract(like), dequantize, ())
+    out = trees.restored(reading.read(folder, described, {"params": wanted})["params"], wanted)
     if not dequantize:
         return out
     shardings = jax.tree.map(lambda leaf: leaf.sharding, trees.abstract(like))

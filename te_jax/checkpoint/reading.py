@@ -70,7 +70,7 @@ def read(folder: epath.Path, described: Mapping[str, Any], wanted: Mapping[str, 
       ValueError: names, shapes or dtypes differ, or an item can't be read or is not what was saved.
     """
     for name, tree in wanted.items():
-        trees.check_matches(name, _metadata(folder, name), tree, _HINT if name == "fp8_state" else "")
+        trees.check_matches(name, metadata(folder, name), tree, _HINT if name == "fp8_state" else "")
     # Orbax warns of items without a handler.
     handlers: dict[str, Any] = {document.DOCUMENT: ocp.JsonCheckpointHandler()}
     handlers |= {name: ocp.StandardCheckpointHandler() for name in wanted}
@@ -103,7 +103,7 @@ def _fails(reader: ocp.Checkpointer, folder: epath.Path, name: str, tree: Any) -
     return False
 
 
-def _metadata(folder: epath.Path, name: str) -> Any:
+def metadata(folder: epath.Path, name: str) -> Any:
     """The names, shapes and dtypes of an item."""
     try:
         return ocp.StandardCheckpointHandler().metadata(folder / name).tree
