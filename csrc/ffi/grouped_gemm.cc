@@ -29,8 +29,8 @@ bool HasRank(Operands& operands, const Array& array, size_t rank) {
 template <typename Args>
 void DecodeGroups(Operands& operands, bool fp8, Args* out) {
   out->group_sizes = operands.Int32Of("group_sizes", {out->groups});
-  operands.Expect(out->groups >= 1 && out->groups <= kMaxGroups, "number of groups", "1 to " + std::to_string(kMaxGroups),
-                  std::to_string(out->groups));
+  operands.Expect(out->groups >= 1 && out->groups <= kMaxGroups, "number of groups",
+                  "1 to " + std::to_string(kMaxGroups), std::to_string(out->groups));
   if (!fp8) return;
   out->lhs_scale_inv = operands.ArgOf<float>("lhs_scale_inv", DType::kF32, {out->groups});
   out->rhs_scale_inv = operands.ArgOf<float>("rhs_scale_inv", DType::kF32, {out->groups});

@@ -32,8 +32,8 @@ Shape With(Shape lead, int64_t last) {
   return lead;
 }
 
-// The leaves of as many quantizers as `formats` (words, one blank between them) names. With groups every quantizer has a
-// row for each of them, group by group: [groups, Q, ..].
+// The leaves of as many quantizers as `formats` (words, one blank between them) names. With groups every quantizer has
+// a row for each of them, group by group: [groups, Q, ..].
 template <typename Spec>
 StateLeaves DecodeLeaves(Operands& operands, const Spec& spec) {
   StateLeaves out;
@@ -58,7 +58,8 @@ StateLeaves DecodeLeaves(Operands& operands, const Spec& spec) {
   if (operands.ok()) {
     Shape wanted = lead;
     wanted.push_back(history.shape.empty() ? 1 : std::max<int64_t>(history.shape.back(), 1));
-    operands.Expect(history.shape == wanted, "amax_history shape", ToString(lead) + " and at least 1",
+    const std::string known = ToString(lead);
+    operands.Expect(history.shape == wanted, "amax_history shape", known.substr(0, known.size() - 1) + ", at least 1]",
                     ToString(history.shape));
   }
   if (operands.ok()) out.history_len = history.shape.back();

@@ -1,5 +1,5 @@
-// A quantizing pass with a scale for each group of rows (QuantizedOut::groups), for the loaders of quantizing_pass.cuh and
-// in their tiles. A tile may hold rows of many groups: every row looks up its own, and what is found for a group (amax)
+// A quantizing pass with a scale for each group of rows (QuantizedOut::groups), for the loaders of quantizing_pass.cuh
+// and in their tiles. A tile may hold rows of many groups: every row looks up its own, and what is found for a group (amax)
 // meets in one word of memory, as an integer maximum, whose order doesn't matter.
 //
 // Kernels on the stream, in this order:

@@ -104,7 +104,7 @@ TEST(StateOfGroups) {
   EXPECT(args->scales[0] == frame.ret(0) && args->scales[1] == second && args->scales[5] == second + 2);
   const Frame flat({{F32, {6, 8}}, {F32, {6}}, {F32, {6, 66}}}, {{F32, {3}}, {F32, {3}}});
   EXPECT_CONTAINS(DecodeScaleRead(flat.args(), flat.rets(), {"e4m3 e5m2", 0, false, 3}).error().message(),
-                  "te_jax scale_read: amax_history shape: expected [3, 2] and at least 1, got [6, 8]");
+                  "te_jax scale_read: amax_history shape: expected [3, 2, at least 1], got [6, 8]");
 }
 
 }  // namespace
