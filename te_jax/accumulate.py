@@ -19,7 +19,7 @@ from te_jax.parallel import explicit, mesh
 from te_jax.quant import state as fp8_state
 from te_jax.quant.state import COLLECTION, KERNELS
 from te_jax.quant.state_trees import rebuild
-from te_jax.sequential import making_kernels
+from te_jax.run_variables import making_kernels
 
 Variables = Mapping[str, Any]
 

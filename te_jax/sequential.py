@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
-import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -16,34 +13,20 @@ from jax import Array
 
 from te_jax.chain import CALL, Chain, Foreign, ForeignPart, RunPart, Value, read_chain, types
 from te_jax.chain.places import freeze
-from te_jax.errors import check_type, check_value, required
+from te_jax.errors import check_type, check_value
 from te_jax.fusion import inference, probe
 from te_jax.fusion import plan as planning
-from te_jax.fusion.execute import Kernels, execute, quantize_kernels
+from te_jax.fusion.execute import execute
 from te_jax.fusion.pattern import Rule
 from te_jax.fusion.plan import FusionPlan, describe
 from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
-from te_jax.fusion.run import SHARED, Run, State, StatePart
-from te_jax.ops.base import LinkInfo, Op, ParamSpec, TensorType
+from te_jax.fusion.run import Run
+from te_jax.ops.base import LinkInfo, Op, TensorType
 from te_jax.quant import state as fp8_state
-from te_jax.quant.health import COLLECTION as HEALTH
-from te_jax.quant.health import RunHealth
-from te_jax.quant.state import KERNELS
-from te_jax.recipe import Recipe
+from te_jax.run_variables import RunVariables, is_updating_state
 
 
-class _Scope(nn.Module):
-    """Holds the parameters of one op under its own name."""
-
-    specs: tuple[ParamSpec, ...]
-    param_dtype: Any
-
-    @nn.compact
-    def parameters(self) -> dict[str, Array]:  # not __call__: capture_intermediates would take them for results
-        return {s.name: _parameter(self, s, self.param_dtype) for s in self.specs}
-
-
-class ChainModule(nn.Module, kw_only=True):
+class ChainModule(RunVariables, kw_only=True):
     """Base of all modules that are a chain of ops; subclasses say which in ``chain``.
 
     Attributes:
@@ -53,9 +36,6 @@ class ChainModule(nn.Module, kw_only=True):
       forward_rules, backward_rules: the fusion rules, tried in order; () fuses nothing.
     """
 
-    recipe: Recipe | None = None
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
     forward_rules: tuple[Rule, ...] = FORWARD_RULES
     backward_rules: tuple[Rule, ...] = BACKWARD_RULES
 
@@ -239,7 +219,7 @@ class ChainModule(nn.Module, kw_only=True):
             links.append(info)
         rules = (tuple(self.forward_rules), tuple(self.backward_rules))
         quantizes = any(info.quantized for info in links)
-        forward_state = _updating_state.get() and quantizes and self.recipe is not None and self.recipe.stateful
+        forward_state = is_updating_state() and quantizes and self.recipe is not None and self.recipe.stateful
         return Run(tuple(links), self.recipe, *rules, part.wiring, forward_state), types.entering(part, x_types)
 
     @nn.nowrap
@@ -265,193 +245,6 @@ class ChainModule(nn.Module, kw_only=True):
         """``dtype``, or the common type of input and parameters."""
         return jnp.dtype(self.dtype or jnp.result_type(*(a.dtype for a in jax.tree.leaves((x, params)))))
 
-    @nn.nowrap
-    def _make_params(self, scope: str, specs: tuple[ParamSpec, ...]) -> dict[str, Array]:
-        if scope:
-            return _Scope(specs, self.param_dtype, name=scope).parameters()
-        return {s.name: _parameter(self, s, self.param_dtype) for s in specs}
-
-    @nn.nowrap
-    def _init_state(self, run: Run) -> dict[str, dict[str, Array]]:
-        """The FP8 state of a run by the keys of ``Run.state_parts``; {} where the recipe keeps none."""
-        recipe = self.recipe
-        if recipe is None or not recipe.stateful:
-            return {}
-
-        def init(part: StatePart) -> dict[str, Array]:
-            leaves = fp8_state.init(math.prod(part.shape), recipe)
-            return {name: leaf.reshape(*part.shape, *leaf.shape[1:]) for name, leaf in leaves.items()}
-
-        return {key: init(part) for key, part in run.state_parts().items()}
-
-    @nn.nowrap
-    def _fp8_state(self, run: Run, part_name: str) -> dict[str, dict[str, Array]]:
-        """The FP8 state of a run, from its variables: one for all linears without groups, one for each with."""
-        state = {}
-        for key, shapes in jax.eval_shape(lambda: self._init_state(run)).items():
-            name = _state_name(run, part_name, key)
-            state[key] = self._leaves(name, shapes, lambda key=key: self._init_state(run)[key])
-        return state
-
-    @nn.nowrap
-    def _leaves(
-        self, name: str, shapes: dict[str, TensorType], init: Callable[[], dict[str, Array]]
-    ) -> dict[str, Array]:
-        """A variable of FP8 state, whose leaves have these shapes."""
-        can_make = self.is_initializing() and self.is_mutable_collection(fp8_state.COLLECTION)
-        check_value(
-            can_make or self.has_variable(fp8_state.COLLECTION, name),
-            "/".join((*self.path, type(self).__name__)),
-            "variables",
-            f"collection {fp8_state.COLLECTION!r} with {name!r} (from init): the state of {describe(self.recipe)}; "
-            f"nn.scan and nn.vmap need {fp8_state.COLLECTION!r} in their variable_axes",
-            "none",
-        )
-        state = self.variable(fp8_state.COLLECTION, name, init).value
-        for leaf, wanted in shapes.items():
-            got = state[leaf].shape if leaf in state else "none"
-            check_value(got == wanted.shape, type(self).__name__, f"{name}/{leaf}", f"shape {wanted.shape}", got)
-        return dict(state)
-
-    @nn.nowrap
-    def _put_next_state(self, run: Run, part_name: str, next_state: State) -> None:
-        """Inside of ``updating_state``: the state that a run's forward pass leaves, of several uses combined."""
-        if self.is_initializing() or not self.is_mutable_collection(NEXT):
-            return
-        for key, leaves in next_state.items():
-            name = _state_name(run, part_name, key)
-            if self.has_variable(NEXT, name):
-                leaves = fp8_state.accumulate(self.get_variable(NEXT, name), leaves)
-            self.put_variable(NEXT, name, leaves)
-
-    @nn.nowrap
-    def _kernels(self, run: Run, part: RunPart, params: Any, state: Any) -> tuple[Any, Kernels]:
-        """The parameters, without kernels that are kept in FP8; and, by link, what was quantized before the call."""
-        if inference.making_now() is not None and not self.is_initializing():
-            self._make_fp8_params(run, params, state)
-        rest, kept = inference.split(run, params, state, self.param_dtype)
-        if kept is None:
-            return params, self._quantized_kernels(run, part, params, state)
-        where = "/".join((*self.path, type(self).__name__))
-        check_value(_making_kernels.get() is None, where, "kernel", "one in high precision", "one in FP8 for inference")
-        return rest, kept
-
-    @nn.nowrap
-    def _make_fp8_params(self, run: Run, params: Any, state: Any) -> None:
-        """Puts FP8 kernels in the place of those that the run quantizes (te.quantize_params)."""
-        if any(inference.is_quantized(v.get(inference.KERNEL)) for v in params.values()):  # by an earlier call
-            return
-        for scope, kernel in inference.make(run, params, state).items():
-            dtype, where = params[scope][inference.KERNEL].dtype, "/".join((*self.path, scope, inference.KERNEL))
-            ok = self.dtype is not None or dtype == self.param_dtype
-            expected = (
-                f"a module that says its dtype, or a kernel of its param_dtype {jnp.dtype(self.param_dtype).name}"
-            )
-            check_value(ok, "quantize_params", where, expected, dtype)
-            own = required(self.scope, where, "scope")
-            place = own.push(scope, reuse=True) if scope else own
-            place.put_variable("params", inference.KERNEL, kernel)
-            inference.replaced(where)
-
-    @nn.nowrap
-    def _health(self, run: Run, part: RunPart) -> RunHealth | None:
-        """The leaves that this call's measurements go to, if it is measured (te.health); made inside of ``making``."""
-        name, where = f"fp8_{part.name}", "/".join((*self.path, type(self).__name__))
-        probe.found_run((*self.path, name), run)
-        if not run.quantizes or not run.quantizers or self.is_initializing():
-            return None
-        if probe.is_making():
-            expected = f"a collection that can be written: nn.scan and nn.vmap need {HEALTH!r} in their variable_axes"
-            check_value(self.is_mutable_collection(HEALTH), where, HEALTH, expected, "one that is not handed down")
-            self.put_variable(HEALTH, name, probe.init(run))
-            return None
-        return self.get_variable(HEALTH, name) if self.has_variable(HEALTH, name) else None
-
-    @nn.nowrap
-    def _quantized_kernels(self, run: Run, part: RunPart, params: Any, state: Any) -> Kernels:
-        """The kernels that were quantized before this call, by link; inside of ``making_kernels`` made and stored."""
-        none = (None,) * len(run.links)
-        names = {
-            i: "linear_" + "_".join(map(str, p.path))
-            for i, p in enumerate(part.places)
-            if run.links[i].quantizes_kernel
-        }
-        name, where = f"fp8_{part.name}", "/".join((*self.path, type(self).__name__))
-        making = _making_kernels.get()
-        if making is not None:
-            linears = [info for info in run.links if "kernel" in info.op.roles]
-            making.update({info.label: info.why_unquantized for info in linears if info.why_unquantized is not None})
-        if not names or self.is_initializing():
-            return none
-        if making is not None:
-            expected = f"a collection that can be written: nn.scan and nn.vmap need {KERNELS!r} in their variable_axes"
-            check_value(self.is_mutable_collection(KERNELS), where, KERNELS, expected, "one that is not handed down")
-            made = quantize_kernels(run, params, state)
-            self.put_variable(KERNELS, name, {names[i]: made[i] for i in names})
-            return made
-        if not self.has_variable(KERNELS, name):
-            return none
-        given = self.get_variable(KERNELS, name)
-        wanted = jax.eval_shape(lambda: quantize_kernels(run, params, state))
-        for i, key in names.items():
-            got = {n: TensorType(a.shape, a.dtype) for n, a in dict(given.get(key, {})).items()}
-            for field in sorted({*wanted[i], *got}):
-                pair = [_type_name(fields.get(field)) for fields in (wanted[i], got)]
-                check_value(pair[0] == pair[1], where, f"{KERNELS}/{name}/{key}/{field}", *pair)
-        return tuple(given[names[i]] if i in names else None for i in range(len(run.links)))
-
-
-NEXT = "fp8_next_state"
-"""The variable collection into which chains put the state that their forward pass leaves (``updating_state``)."""
-
-_updating_state: contextvars.ContextVar[bool] = contextvars.ContextVar("te_jax_updating_state", default=False)
-
-
-@contextlib.contextmanager
-def updating_state() -> Generator[None]:
-    """Chains that are applied inside put the FP8 state that their forward pass leaves into ``fp8_next_state``.
-
-    That is for callers that don't differentiate with respect to the state, such as ``nnx.grad``: x and kernel have
-    their next state, dy is new again and so uses current scaling. Apply with ``mutable=[NEXT]``.
-    """
-    token = _updating_state.set(True)
-    try:
-        yield
-    finally:
-        _updating_state.reset(token)
-
-
-_making_kernels: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
-    "te_jax_making_kernels", default=None
-)
-
-
-@contextlib.contextmanager
-def making_kernels() -> Generator[dict[str, str]]:
-    """Chains that are applied inside put the kernels that they quantize into the collection ``fp8_kernels``.
-
-    That it can be written is not enough for it: under ``apply(mutable=True)`` a model would return kernels that are
-    stale after the next step.
-
-    Yields:
-      The linears that are not quantized, by label, and why not; filled by the calls inside.
-    """
-    unquantized: dict[str, str] = {}
-    token = _making_kernels.set(unquantized)
-    try:
-        yield unquantized
-    finally:
-        _making_kernels.reset(token)
-
-
-def _parameter(module: nn.Module, spec: ParamSpec, dtype: Any) -> Any:
-    """A parameter, made if the module is initializing; a kernel in FP8 as it is."""
-    if module.has_variable("params", spec.name):
-        value = module.get_variable("params", spec.name)
-        if inference.is_quantized(value):
-            return dict(value)
-    return module.param(spec.name, spec.init, spec.shape, dtype)
-
 
 class Sequential(ChainModule):
     """A chain of ops: ``Sequential([ops.RMSNorm(), ops.Linear(4096)], recipe=te.DelayedScaling())``.
@@ -471,15 +264,6 @@ class Sequential(ChainModule):
 
     def chain(self) -> Sequence[Any]:
         return self.ops
-
-
-def _state_name(run: Run, part_name: str, key: str) -> str:
-    """The variable that holds one part of a run's FP8 state."""
-    return f"fp8_{part_name}" if key == SHARED else f"fp8_{'_'.join(map(str, run.links[int(key)].path))}_grouped"
-
-
-def _type_name(array: Any) -> str:
-    return "none" if array is None else f"{array.dtype}{list(array.shape)}"
 
 
 def _extras_of(item: Any) -> tuple[int, int]:

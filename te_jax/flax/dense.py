@@ -22,7 +22,8 @@ from te_jax.fusion.plan import FusionPlan
 from te_jax.quant.health import COLLECTION as HEALTH
 from te_jax.quant.state import COLLECTION, KERNELS
 from te_jax.recipe import Recipe
-from te_jax.sequential import NEXT, ChainModule
+from te_jax.run_variables import NEXT
+from te_jax.sequential import ChainModule
 
 default_kernel_init = nn.initializers.lecun_normal()  # nn.Dense's default
 default_bias_init = nn.initializers.zeros_init()

@@ -18,7 +18,7 @@ from te_jax.errors import check_type, check_value
 from te_jax.nnx import initializers, state
 from te_jax.nnx.state import FP8State
 from te_jax.quant.state import COLLECTION
-from te_jax.sequential import NEXT, updating_state
+from te_jax.run_variables import NEXT, updating_state
 
 
 class Scope(nnx.Module):

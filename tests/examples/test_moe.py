@@ -95,7 +95,9 @@ def test_buffers_and_back(counts):
 
 
 def test_fp8_learns_what_bf16_learns(capsys):
-    sizes = "--steps 40 --devices 4 --width 32 --hidden 32 --heads 2 --seq 32 --batch 16 --experts 8 --learning-rate 1e-2"
+    sizes = (
+        "--steps 40 --devices 4 --width 32 --hidden 32 --heads 2 --seq 32 --batch 16 --experts 8 --learning-rate 1e-2"
+    )
     moe.main([*sizes.split(), "--recipe", "delayed"])
     line = capsys.readouterr().out.splitlines()[-1]
     fp8, bf16, unigram = map(float, re.findall(r"(\d\.\d{4})", line))
