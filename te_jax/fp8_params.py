@@ -36,8 +36,8 @@ def quantize_params(module: nn.Module, variables: Variables, *args: Any, **kwarg
       ``variables`` with other ``params``.
 
     Raises:
-      ValueError: no linear of the module is quantized; a kernel isn't of its module's ``param_dtype``, so that the
-        module wouldn't know what to compute in; or linears share a kernel under delayed scaling.
+      ValueError: no linear of the module is quantized; a kernel isn't of the ``param_dtype`` of a module without a
+        ``dtype``, which wouldn't know what to compute in; or linears share a kernel under delayed scaling.
     """
     op = "quantize_params"
     check_type(isinstance(module, nn.Module), op, "module", "a flax.linen module", type(module).__name__)
