@@ -56,7 +56,8 @@ class ChainModule(RunVariables, kw_only=True):
           x: [*lead, C], bfloat16, float16 or float32.
           *extras: the extra inputs of the ops that take one from the call, in order, each of the type that its op
             wants: for most the shape of its input.
-          deterministic: no dropout; otherwise it draws from the rng collection ``dropout``.
+          deterministic: no dropout, which is the default, whether there is a ``dropout`` key or not. Training with
+            dropout takes ``deterministic=False``; then it draws from the rng collection ``dropout``.
 
         Returns:
           y, or ``(y, *extra_outputs)`` if ops make extra outputs.

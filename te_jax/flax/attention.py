@@ -36,7 +36,7 @@ class MultiHeadAttention(nn.Module):
       norm: "rmsnorm", "layernorm" or None (x is used as it is).
       epsilon: of the norm.
       use_bias: whether both linears add biases.
-      dropout_rate: of dropout on the projection's output; needs the "dropout" random stream when not deterministic.
+      dropout_rate: of dropout on the projection's output; only with ``deterministic=False``, from the "dropout" stream.
       residual: whether x is added to the output.
       attention_implementation: "xla", "cudnn", or None: cuDNN where it takes the dtype (bfloat16, float16) and
         head_dim (a multiple of 8 up to 128), an error with "cudnn" where it doesn't. That is for programs lowered for

@@ -29,7 +29,7 @@ class LayerNormMLP(ChainModule, kw_only=False):
       use_bias: whether fc1 and fc2 add biases.
       norm: "rmsnorm" or "layernorm".
       epsilon: added to the mean square (variance) before the root.
-      dropout_rate: of dropout on fc2's output; needs the "dropout" random stream when not deterministic.
+      dropout_rate: of dropout on fc2's output; only with ``deterministic=False``, from the "dropout" stream.
       residual: whether x is added to the output.
       kernel_init, bias_init: initialisers of fc1 and fc2.
       recipe, dtype, param_dtype: as in ``Dense``.

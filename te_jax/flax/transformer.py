@@ -40,7 +40,7 @@ class TransformerLayer(nn.Module):
       causal: whether position t attends to positions <= t only.
       rope: whether queries and keys are rotated by their positions.
       rope_base: base of the rotary wavelengths.
-      dropout_rate: of dropout before each residual add; needs the "dropout" random stream when not deterministic.
+      dropout_rate: of dropout before each residual add; only with ``deterministic=False``, from the "dropout" stream.
       attention_implementation: as in ``MultiHeadAttention``.
       kernel_init, bias_init: initialisers of all linears.
       recipe, dtype, param_dtype: as in ``Dense``.

@@ -54,6 +54,7 @@ class ConstantScale(Op):
 class Dropout(Op):
     """Zeroes each element with probability ``rate`` and divides the others by 1 - rate; nothing when deterministic.
 
+    A linen call is deterministic unless it says ``deterministic=False``, an nnx module in evaluation mode.
     The mask isn't saved: the backward pass draws it again from the same key (rng collection ``dropout``).
     """
 
