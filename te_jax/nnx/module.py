@@ -108,6 +108,8 @@ class Module(nnx.Module):
         variables = {"params": _values(params), COLLECTION: state.read(runs)}
         keys = self._dropout_key(kwargs.get("deterministic", True), rngs)
         frozen = self.use_running_average if use_running_average is None else use_running_average
+        if frozen and state.is_differentiated(runs):  # a gradient of zeros reads as unused: te.nnx.grad keeps the state
+            variables[COLLECTION] = jax.lax.stop_gradient(variables[COLLECTION])
         definition = self._runnable()
         if not runs or frozen or state.is_differentiated(runs):
             return definition.apply(variables, *args, rngs=keys, **kwargs)

@@ -354,6 +354,29 @@ def test_evaluation_leaves_the_state_alone():
     np.testing.assert_array_equal(history(model)[0, :2], [amax(2 * x), amax(x)])
 
 
+def accumulated_grad(loss):
+    def gradients(model, x, c):
+        of_batch = lambda model, batch: loss(model, *batch)  # noqa: E731
+        return te.nnx.accumulate_gradients(of_batch, model, (x, c), num_microbatches=1)[1]
+
+    return gradients
+
+
+@pytest.mark.parametrize("how", ["eval", "view", "argument"])
+@pytest.mark.parametrize("grad", [te.nnx.grad, accumulated_grad], ids=["grad", "accumulate_gradients"])
+def test_evaluation_leaves_the_state_alone_where_it_is_differentiated(how, grad):
+    """Gradients of te.nnx are those of training mode: x, kernel and dy are quantized with the state's scales."""
+    model, (x, c) = trained(2), batch(9, size=50)
+    option = {"use_running_average": True} if how == "argument" else {}
+    before, wanted = leaves_of(model), exact_grad(trained(2), x, c)
+    evaluated = nnx.view(model, use_running_average=True) if how == "view" else model
+    if how == "eval":
+        model.eval()
+    got = grad(lambda model, x, c: (model(x, **option) * c).sum())(evaluated, x, c)
+    assert_trees_identical(leaves_of(model), before)
+    assert_trees_identical(nnx.to_pure_dict(got), nnx.to_pure_dict(wanted))
+
+
 def test_calls_that_quantize_nothing_leave_the_state_alone():
     model = trained(1)
     before = leaves_of(model)
