@@ -196,7 +196,7 @@ class RunVariables(nn.Module, kw_only=True):
         """The leaves that this call's measurements go to, if it is measured (te.health); made inside of ``making``."""
         name, where = f"fp8_{part.name}", "/".join((*self.path, type(self).__name__))
         probe.found_run((*self.path, name), run)
-        if not run.quantizes or not run.quantizers or self.is_initializing():
+        if not run.quantizes or self.is_initializing():
             return None
         if probe.is_making():
             expected = f"a collection that can be written: nn.scan and nn.vmap need {HEALTH!r} in their variable_axes"

@@ -155,6 +155,60 @@ class Twice(nn.Module):
         return te.flax.Dense(7, recipe=DELAYED, name="odd")(x.reshape(-1, 64))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_group_of_a_grouped_linear_has_its_own(recipe):
+    """Groups without tokens are left out, rows behind the last group count for none."""
+    sizes, groups = jnp.asarray([5, 0, 17, 4]), 4
+    module = te.flax.GroupedDense(groups, N, use_bias=False, recipe=RECIPES[recipe])
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, weights = heavy_tailed(keys[0], (ROWS, K)), heavy_tailed(keys[1], (ROWS, N), 40)
+    x = x.at[6, :5].set(jnp.inf).at[30, 0].set(1e6)  # of group 2; of none
+    variables = module.init(keys[2], x, sizes)
+    probe = te.health.instrument(module, variables, x, sizes)
+    loss = lambda v, x, sizes: jnp.sum(module.apply(v, x, sizes) * weights)  # noqa: E731
+    report = te.state.report(jax.jit(functools.partial(te.health.measure, loss))({**variables, **probe}, x, sizes))
+    rows = {0: slice(0, 5), 2: slice(5, 22), 3: slice(22, 26)}
+    assert set(report) == {f"{role}/{g}" for role in ("x", "dy") for g in rows} | {f"kernel/{g}" for g in range(groups)}
+    kernel = variables["params"]["kernel"]
+    for name, got in report.items():
+        role, g = name.split("/")
+        tensor = kernel[int(g)] if role == "kernel" else {"x": x, "dy": weights}[role][rows[int(g)]]
+        fmt = "e5m2" if role == "dy" and recipe != "block" else "e4m3"
+        amax, *fractions = want(tensor, got.scale, fmt)
+        assert (got.amax, got.fp8_max) == (amax, FORMATS[fmt][1])
+        if recipe == "block":  # every block flushes less than the one with the smallest scale
+            assert got.saturated == 0 and 0 <= got.flushed <= fractions[1] and got.scale <= FORMATS[fmt][1] / amax
+            continue
+        scale = 1.0 if name == "x/2" else FORMATS[fmt][1] / amax  # 1: what a tensor with infinities is given
+        np.testing.assert_allclose(got.scale, scale, rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose((got.saturated, got.flushed, got.nonfinite), fractions, rtol=1e-6, err_msg=name)
+    np.testing.assert_allclose(report["x/2"].nonfinite, 5 / (17 * K), rtol=1e-6)
+
+
+def test_a_mixture_of_experts_is_measured_whole():
+    """Linears with and without groups and a Quantize in one chain: the rows are those of each one's own state."""
+    sizes, recipe = jnp.asarray([20, 12]), DELAYED
+    chain = [ops.Linear(K), ops.GroupedLinear(2, K), ops.Quantize(True, True), ops.ReLU(), ops.Linear(K)]
+    module = te.Sequential(chain, recipe=recipe)
+    x = jax.random.normal(jax.random.key(0), (ROWS, K))
+    variables = module.init(jax.random.key(1), x, sizes)
+    loss = lambda v, x: jnp.mean(module.apply(v, x, sizes) ** 2)  # noqa: E731
+    measured = jax.jit(functools.partial(te.health.measure, loss))
+    probe = te.health.instrument(module, variables, x, sizes)
+    report = te.state.report(measured({**variables, **probe}, x))
+    linears = {f"ops_{i}/{role}" for i in (0, 4) for role in ("x", "kernel", "dy")}
+    experts = {f"ops_1/{role}/{g}" for role in ("x", "kernel", "dy") for g in range(2)}
+    assert set(report) == linears | experts | {"ops_2/x", "ops_2/dy"}
+    grads = jax.jit(jax.grad(loss))(variables, x)[COLLECTION]
+    stepped = te.state.report({COLLECTION: grads})  # of the state alone, by number
+    for g in range(2):
+        for row, role in enumerate(("x", "kernel", "dy")):
+            assert report[f"ops_1/{role}/{g}"].amax == stepped[f"fp8_1_grouped/{row}/{g}"].amax
+    assert report["ops_2/x"].amax == stepped["fp8_0/3"].amax
+    assert report["ops_2/dy"].amax == stepped["fp8_0/4"].amax
+    assert te.health.Monitor().update(0, report) == []
+
+
 def test_uses_add_up_and_modules_inside_are_found():
     module, x = Twice(), jax.random.normal(jax.random.key(0), (ROWS, K))
     variables = module.init(jax.random.key(1), x)

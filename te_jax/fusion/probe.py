@@ -76,21 +76,31 @@ def found_run(path: tuple[str, ...], run: Run) -> None:
 
 
 def quantizers(run: Run) -> tuple[Quantizer, ...]:
-    """By row of the FP8 state: the linear's scope, its place if the scope has several, and the role."""
-    scopes = [run.links[link].scope for link, role in run.quantizers if role == run.links[link].op.roles[0]]
-    out = []
-    for link, role in run.quantizers:
-        info = run.links[link]
-        parts = [info.scope] if info.scope else []
-        parts += ["_".join(map(str, info.path))] if scopes.count(info.scope) > 1 else []
-        fmt = "e4m3" if run.recipe is None else run.recipe.format(role).name
-        out.append(Quantizer("/".join([*parts, role]), fmt))
-    return tuple(out)
+    """By row of the FP8 state that linears share: the linear's scope, its place if the scope has several, the role."""
+    return tuple(_quantizer(run, link, role, ()) for link, role in run.quantizers)
+
+
+def _measured(run: Run) -> tuple[tuple[int, str, int | None], ...]:
+    """(link, role, group) of every row of a measurement: those of ``quantizers``, then every group of each."""
+    grouped = [(i, info.op.groups, info.op.roles) for i, info in enumerate(run.links) if info.op.groups is not None]
+    return (
+        *((link, role, None) for link, role in run.quantizers),
+        *((link, role, group) for link, groups, roles in grouped for role in roles for group in range(groups)),
+    )
+
+
+def _quantizer(run: Run, link: int, role: str, behind: tuple[int, ...]) -> Quantizer:
+    info = run.links[link]
+    several = sum(other.scope == info.scope and bool(other.op.roles) for other in run.links) > 1
+    place = ["_".join(map(str, info.path))] if several else []
+    fmt = "e4m3" if run.recipe is None else run.recipe.format(role).name
+    return Quantizer("/".join([*([info.scope] if info.scope else []), *place, role, *map(str, behind)]), fmt)
 
 
 def init(run: Run) -> RunHealth:
     """Zeros for the measurements of a run."""
-    return health.init(quantizers(run))
+    rows = _measured(run)
+    return health.init([_quantizer(run, link, role, () if group is None else (group,)) for link, role, group in rows])
 
 
 def probe(leaves: RunHealth, run: Run, *operands: Any) -> tuple[Array, tuple[Array, ...], Any]:
@@ -125,4 +135,7 @@ _probed.defvjp(_probed_fwd, _probed_bwd)
 
 
 def _by_row(run: Run, records: Records) -> list[Measured | None]:
-    return [records.get((run.links[link], role)) for link, role in run.quantizers]
+    rows = [(records.get((run.links[link], role)), group) for link, role, group in _measured(run)]
+    return [
+        seen if group is None or seen is None else Measured(*(leaf[group] for leaf in seen)) for seen, group in rows
+    ]

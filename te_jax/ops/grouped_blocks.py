@@ -12,6 +12,7 @@ from jax import Array
 
 from te_jax.errors import check_value
 from te_jax.ops.base import BackwardContext, ForwardContext, QuantizedKernel
+from te_jax.ops.recording import record_groups
 from te_jax.parallel import mesh
 from te_jax.quant import grouped_reference as grouped
 from te_jax.quant.block_reference import BLOCK, BLOCK_1X128, BLOCK_128X128, dequantize_block, quantize_block
@@ -22,11 +23,18 @@ def quantize_kernel(ctx: ForwardContext) -> QuantizedKernel:
     """``data`` [G, K, N] and ``scale_inv`` of its blocks."""
     recipe = ctx.info.quantizing_recipe
     data, scale_inv = _quantize(ctx.params["kernel"], BLOCK_128X128, recipe, "kernel")
+    _record(ctx, "kernel", ctx.params["kernel"], data, scale_inv, None)
     return {"data": data, "scale_inv": scale_inv}
 
 
 def _quantize(x: Array, block: tuple[int, int], recipe: Recipe, role: str) -> tuple[Array, Array]:
     return quantize_block(x, block, format=recipe.format(role), power_of_two=recipe.power_of_two)
+
+
+def _record(
+    ctx: ForwardContext | BackwardContext, role: str, x: Array, data: Array, scale_inv: Array, sizes: Array | None
+) -> None:
+    record_groups(ctx.info, role, x, data, scale=None, scale_inv=scale_inv, group_sizes=sizes)
 
 
 def _along_tokens(x: Array, sizes: Array, recipe: Recipe, role: str) -> tuple[Array, Array]:
@@ -42,7 +50,9 @@ def forward(ctx: ForwardContext, x: Array) -> Array:
     check_value(not explicit, ctx.info.label, "recipe", expected, type(ctx.info.recipe).__name__)
     (sizes,), recipe, bias = ctx.extra_inputs, ctx.info.quantizing_recipe, ctx.params.get("bias")
     kernel_q = quantize_kernel(ctx) if ctx.quantized_kernel is None else ctx.quantized_kernel
-    wide = dequantize_block(*_quantize(x, BLOCK_1X128, recipe, "x"), BLOCK_1X128)
+    x_q = _quantize(x, BLOCK_1X128, recipe, "x")
+    _record(ctx, "x", x, *x_q, sizes)
+    wide = dequantize_block(*x_q, BLOCK_1X128)
     kernel = dequantize_block(kernel_q["data"], kernel_q["scale_inv"], BLOCK_128X128)
     y = _poisoned(grouped.rows_product(wide, kernel, sizes, rhs_contract_first=True), sizes, x.shape[0])
     if bias is not None:
@@ -56,7 +66,9 @@ def backward(ctx: BackwardContext, dy: Array) -> Array:
     """dx [T, K]; dw [G, K, N] goes to ``ctx.param_grads``."""
     recipe, kernel = ctx.info.quantizing_recipe, ctx.params["kernel"]
     sizes, x_t, x_scale_inv, kernel_data, kernel_scale_inv = ctx.saved
-    wide = dequantize_block(*_quantize(dy, BLOCK_1X128, recipe, "dy"), BLOCK_1X128)
+    dy_q = _quantize(dy, BLOCK_1X128, recipe, "dy")
+    _record(ctx, "dy", dy, *dy_q, sizes)
+    wide = dequantize_block(*dy_q, BLOCK_1X128)
     kernel_wide = dequantize_block(kernel_data, kernel_scale_inv, BLOCK_128X128)
     dx = grouped.rows_product(wide, kernel_wide, sizes, rhs_contract_first=False)
 

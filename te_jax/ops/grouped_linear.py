@@ -38,6 +38,7 @@ from te_jax.ops.base import (
 )
 from te_jax.ops.grouped_product import contracted_product, rows_product, sum_over_groups
 from te_jax.ops.linear import gemm_dtype
+from te_jax.ops.recording import record_groups
 from te_jax.parallel import mesh
 from te_jax.primitives.spec import GroupedGemmSpec, GroupedWgradSpec, QuantizeSpec
 from te_jax.recipe import BlockScaling, Recipe
@@ -189,14 +190,16 @@ def group_sizes_of(ctx: ForwardContext | BackwardContext) -> Array:
 def _quantize(
     ctx: ForwardContext | BackwardContext, role: str, x: Array, *, train: bool = True
 ) -> primitives.QuantizeOut:
-    scale = scale_of(ctx, role)
-    return primitives.quantize(
+    scale, sizes = scale_of(ctx, role), None if role == "kernel" else group_sizes_of(ctx)
+    out = primitives.quantize(
         x,
         scale,
         QuantizeSpec(**quantizing(ctx.info, role, train=train)),
-        group_sizes=None if role == "kernel" else group_sizes_of(ctx),
+        group_sizes=sizes,
         amax_axes=mesh.amax_axes(x, scale, ctx.info.recipe),
     )
+    record_groups(ctx.info, role, x, out.data, scale=out.scale, scale_inv=out.scale_inv, group_sizes=sizes)
+    return out
 
 
 def forward(ctx: ForwardContext, x: Array | GroupedTensor) -> Array:

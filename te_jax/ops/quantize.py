@@ -19,6 +19,7 @@ from te_jax import primitives
 from te_jax.errors import check_type
 from te_jax.ops import linear
 from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo, Op, TensorType
+from te_jax.ops.recording import record
 from te_jax.parallel import mesh
 from te_jax.primitives.spec import QuantizeSpec
 from te_jax.recipe import Recipe
@@ -65,6 +66,7 @@ def quantize_for(
     """One pass over x with the quantizer ``role`` of a Quantize; ``quantizing`` are the fields of what it writes."""
     scale = linear.scale_of(ctx, role)
     out = primitives.quantize(x, scale, QuantizeSpec(**quantizing), amax_axes=mesh.amax_axes(x, scale, ctx.info.recipe))
+    record(ctx.info, role, x, out)
     if out.amax is not None:
         ctx.used[role] = out.amax
     return out

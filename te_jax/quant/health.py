@@ -37,7 +37,10 @@ class Quantizer(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What one use of a quantizer saw: f32[] amax, scale; f32[4] counts (elements, saturated, flushed, not finite)."""
+    """What one use of a quantizer saw: f32[] amax, scale; f32[4] counts (elements, saturated, flushed, not finite).
+
+    Of a tensor with a scale for each of G groups all have G in front.
+    """
 
     amax: jax.Array
     scale: jax.Array
@@ -111,6 +114,32 @@ def measure(x: jax.Array, data: jax.Array, scale: jax.Array, fmt: Format, amax: 
       fmt: the format of data.
       amax: f32[], of x, reduced over the mesh.
     """
+    flags = _flags(x, data, scale, fmt)
+    return Measured(amax, scale, jnp.stack([jnp.sum(flag, dtype=jnp.float32) for flag in flags]))
+
+
+@compat.numpy_promotion()
+def measure_groups(
+    x: jax.Array, data: jax.Array, scale: jax.Array, fmt: Format, amax: jax.Array, group_of_row: jax.Array | None
+) -> Measured:
+    """``measure`` of a tensor with scales and amaxes f32[G].
+
+    Args:
+      x, data: [T, C] with ``group_of_row`` i32[T] (G: of no group, not counted); or [G, R, C] without.
+      scale, fmt, amax: as for ``measure``, for each group.
+      group_of_row: see x.
+    """
+    if group_of_row is None:
+        flags = _flags(x, data, scale[:, None, None], fmt)
+        return Measured(amax, scale, jnp.stack([jnp.sum(flag, (1, 2), dtype=jnp.float32) for flag in flags], -1))
+    flags = _flags(x, data, jnp.append(scale, jnp.float32(1))[group_of_row][:, None], fmt)
+    of_rows = jnp.stack([jnp.sum(flag, -1, dtype=jnp.float32) for flag in flags], -1)  # [T, 4]
+    belongs = group_of_row == jnp.arange(scale.shape[0])[:, None]  # [G, T]
+    return Measured(amax, scale, jnp.sum(jnp.where(belongs[..., None], of_rows, 0.0), 1))
+
+
+def _flags(x: jax.Array, data: jax.Array, scale: jax.Array, fmt: Format) -> tuple[jax.Array, ...]:
+    """bool of the shape of x: that there is an element, whether it is saturated, flushed, not finite."""
     magnitude = jnp.abs(x.astype(jnp.float32))
     finite = jnp.isfinite(magnitude)
     # Up to half a step above the largest value rounding alone gives it; a step is 2**-m of its power of two.
@@ -118,8 +147,7 @@ def measure(x: jax.Array, data: jax.Array, scale: jax.Array, fmt: Format, amax: 
     limit = fmt.max + 0.5 * power * 2.0 ** -jnp.finfo(fmt.dtype).nmant
     saturated = finite & (magnitude * scale > limit)
     flushed = finite & (magnitude > 0) & (data.astype(jnp.float32) == 0)
-    counts = [jnp.sum(flags, dtype=jnp.float32) for flags in (jnp.ones_like(finite), saturated, flushed, ~finite)]
-    return Measured(amax, scale, jnp.stack(counts))
+    return jnp.ones_like(finite), saturated, flushed, ~finite
 
 
 @compat.numpy_promotion()
@@ -152,8 +180,9 @@ def report(variables: Mapping[str, Any]) -> Report:
       variables: concrete arrays, a dict of collections.
 
     Returns:
-      {"<module path>/<linear>/<role>": TensorHealth}; behind it "/<layer>" for what ``nn.scan`` has stacked. Quantizers
-      that no step used yet are left out.
+      {"<module path>/<linear>/<role>": TensorHealth}; behind it "/<group>" of a grouped linear and "/<layer>" for what
+      ``nn.scan`` has stacked (of the FP8 state alone the layer is first). Quantizers that no step used yet, and groups
+      without tokens in a measurement, are left out.
 
     Raises:
       ValueError: a measurement in which no quantizer was used.
@@ -187,7 +216,7 @@ def _measured_report(op: str, tree: Any) -> Report:
         uses = (uses[..., : fp8_state.RUNGS].sum(-1) + uses[..., fp8_state.NO_AMAX]) / fp8_state.W
         # The chain is named by its place; its linears have names of their own.
         parent = name.rpartition("/")[0]
-        for label, row in _rows(parent, uses > 0, [q.name for q in run.quantizers]):
+        for label, row in _rows(parent, (uses > 0) & (counts[..., 0] > 0), [q.name for q in run.quantizers]):
             elements, saturated, flushed, nonfinite = counts[row]
             out[label] = TensorHealth(
                 amax=float(amax[row]),
