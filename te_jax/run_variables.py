@@ -26,6 +26,9 @@ from te_jax.quant.health import RunHealth
 from te_jax.quant.state import KERNELS
 from te_jax.recipe import Recipe
 
+GROUPED = "_grouped"
+"""How the name of a grouped linear's FP8 state ends."""
+
 NEXT = "fp8_next_state"
 """The variable collection into which chains put the state that their forward pass leaves (``updating_state``)."""
 
@@ -241,7 +244,7 @@ class RunVariables(nn.Module, kw_only=True):
 
 def _state_name(run: Run, part_name: str, key: str) -> str:
     """The variable that holds one part of a run's FP8 state."""
-    return f"fp8_{part_name}" if key == SHARED else f"fp8_{'_'.join(map(str, run.links[int(key)].path))}_grouped"
+    return f"fp8_{part_name}" if key == SHARED else f"fp8_{'_'.join(map(str, run.links[int(key)].path))}{GROUPED}"
 
 
 def _type_name(array: Any) -> str:

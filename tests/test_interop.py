@@ -250,6 +250,28 @@ def test_scales_of_flax(dot):
         te.state.check(te.state.split(imported)[1], te.state.split(grads)[1])
 
 
+def test_scales_go_to_linears_and_what_else_is_quantized_starts_anew():
+    """A Quantize, experts and a kernel that two linears share beside linears that Flax has scales of."""
+    variables, _ = trained_in_flax(nn.Fp8DirectDotGeneralOp, FACTORS)
+    recipe = te.DelayedScaling(amax_history_len=8)
+    down = ops.Linear(K, name="down")
+    up = ops.Linear(F, name="up")
+    experts = ops.GroupedLinear(2, K, use_bias=False, name="experts")
+    module = te.Sequential([ops.Quantize(True, True), up, ops.GELU(), down, experts, up], recipe=recipe)
+    kernel = jnp.zeros((2, K, K))
+    source = {**variables, "params": {**variables["params"], "experts": {"kernel": kernel}}}
+    with pytest.warns(UserWarning, match=r"none of \['ops_0/x', 'ops_0/dy', 'fp8_4_grouped'\], which start anew"):
+        imported = te.interop.import_variables(module, source, X, jnp.asarray([20, 12]))
+    assert_same(imported["params"], source["params"])
+    grouped = imported[OWG]["fp8_4_grouped"]
+    assert grouped["uses"].shape == (2, 3, 66)
+    assert not any(leaf.any() for leaf in grouped.values())
+    scales = fp8_state.read(imported[OWG]["fp8_0"], jnp.asarray([448, 57344] + [448, 448, 57344] * 3), recipe).scale
+    plain = te.interop.import_variables(ours(recipe), variables, X)
+    want = next_scales(plain, recipe)
+    np.testing.assert_array_equal(scales, [0, 0, *want, *want[:3]])
+
+
 def test_the_history_of_flax_in_its_order():
     variables, _ = trained_in_flax(nn.Fp8DirectDotGeneralOp, FACTORS)
     imported = te.interop.import_variables(ours(te.DelayedScaling(amax_history_len=6)), variables, X)

@@ -19,6 +19,7 @@ from te_jax.interop import scales
 from te_jax.interop.rules import Part, Rules
 from te_jax.quant.format import format_of
 from te_jax.quant.state import COLLECTION, LEAVES
+from te_jax.run_variables import GROUPED
 
 
 def import_params(
@@ -146,14 +147,18 @@ def _import_state(
 
     def leaves_of(path: tuple, shapes: Any) -> Any:
         where = jax.tree_util.keystr(path, simple=True, separator="/")
-        check_value(where in runs, op, f"{COLLECTION}/{where}", "the state of a chain of ops", "no chain there")
         parent = where.rpartition("/")[0]
+        if where.endswith(GROUPED):  # neither library has scales of groups
+            new.append(where)
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        check_value(where in runs, op, f"{COLLECTION}/{where}", "the state of a chain of ops", "no chain there")
         rows: list[scales.Scales | None] = []
-        for quantizer in probe.quantizers(runs[where]):
-            linear, _, role = quantizer.name.rpartition("/")
-            kernel = _join(parent, linear, "kernel")
-            found = mapping.parts(op, kernel, collections["params"], rules)
-            rows.append(_row(collections, found, role, format_of(quantizer.format).max))
+        for (link, role), quantizer in zip(runs[where].quantizers, probe.quantizers(runs[where]), strict=True):
+            info = runs[where].links[link]
+            rows.append(None)
+            if "kernel" in info.op.roles:  # a linear; others are quantizers at places that only te_jax has
+                found = mapping.parts(op, _join(parent, info.scope, "kernel"), collections["params"], rules)
+                rows[-1] = _row(collections, found, role, format_of(quantizer.format).max)
             if rows[-1] is None:
                 new.append(_join(parent, quantizer.name))
         if all(row is None for row in rows):
