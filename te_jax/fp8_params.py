@@ -22,8 +22,9 @@ def quantize_params(module: nn.Module, variables: Variables, *args: Any, **kwarg
 
     In place of ``kernel`` [K, N] is ``kernel/data_t`` FP8 [N, K] and ``kernel/scale_inv`` f32[] (block scaling:
     ``scale_inv_t`` of its 128x128 blocks), under leading dimensions that the kernel has (the layers of ``nn.scan``):
-    plain leaves, which checkpoints and shardings take as they are. The module applied to it gives what it gives with
-    the kernels themselves, bit for bit. It can't be differentiated.
+    plain leaves, which checkpoints and shardings take as they are. Of a grouped linear [G, K, N] they are FP8 [G, N, K]
+    and f32[G]; in block scaling its kernel stays as it is. The module applied to it gives what it gives with the
+    kernels themselves, bit for bit. It can't be differentiated.
 
     Args:
       module: any linen module; te_jax chains in it are found. Other modules' parameters stay as they are.
@@ -36,7 +37,7 @@ def quantize_params(module: nn.Module, variables: Variables, *args: Any, **kwarg
       ``variables`` with other ``params``.
 
     Raises:
-      ValueError: no linear of the module is quantized; a kernel isn't of the ``param_dtype`` of a module without a
+      ValueError: no kernel of the module becomes FP8; a kernel isn't of the ``param_dtype`` of a module without a
         ``dtype``, which wouldn't know what to compute in; or linears share a kernel under delayed scaling.
     """
     op = "quantize_params"
@@ -61,7 +62,7 @@ def quantize_params(module: nn.Module, variables: Variables, *args: Any, **kwarg
 
     arrays = [jnp.zeros(leaf.shape, leaf.dtype) for leaf, array in zip(leaves, is_array, strict=True) if array]
     params = jax.jit(make)(rest, arrays)
-    expected = "a module with linears that are quantized (see its plan)"
+    expected = "a module with linears that are quantized (see its plan), not all of them grouped in block scaling"
     check_value(bool(replaced), op, "module", expected, "one without for these arguments")
     return {**rest, "params": params}
 

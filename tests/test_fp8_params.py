@@ -152,6 +152,50 @@ def test_through_orbax_and_checkpoints_into_fp8_and_bf16_models(tmp_path):
         te.checkpoint.restore_params(tmp_path / "none", like)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_experts(recipe, tmp_path):
+    """A scale for each; the same outputs, half the memory, and back by a checkpoint. No gradient goes through."""
+    chain = [ops.GroupedLinear(2, 64), ops.SwiGLU(), ops.GroupedLinear(2, 64)]
+    module = te.Sequential(chain, recipe=RECIPES[recipe], **BF16)
+    x, sizes = jax.random.normal(jax.random.key(0), (37, 64), jnp.bfloat16), jnp.asarray([20, 12])
+    variables = module.init(jax.random.key(1), x, sizes, sizes)
+    loss = lambda v, x: jnp.sum(module.apply(v, x, sizes, sizes).astype(jnp.float32) ** 2)  # noqa: E731
+    if recipe == "delayed":
+        grads = jax.jit(jax.grad(loss))(variables, 1.5 * x)
+        variables = te.state.merge(te.state.split(variables)[0], te.state.split(grads)[1])
+    quantized = te.quantize_params(module, variables, x, sizes, sizes)
+    apply = jax.jit(module.apply)
+    assert_same(apply(quantized, x, sizes, sizes), apply(variables, x, sizes, sizes))
+    restored = te.dequantize_params(quantized["params"], variables["params"])
+    for name in ("ops_0", "ops_2"):
+        kernel, fp8 = (np.asarray(p[name]["kernel"], np.float64) for p in (variables["params"], restored))
+        one = quantized["params"][name]["kernel"]
+        assert (one["data_t"].shape, one["scale_inv"].shape) == ((2, *kernel.shape[:0:-1]), (2,))
+        np.testing.assert_allclose(1 / one["scale_inv"], 448 / np.abs(kernel).max((1, 2)), rtol=1e-6)
+        steps = np.maximum(np.abs(kernel) / 16, np.abs(kernel).max((1, 2), keepdims=True) * 2.0**-16)
+        assert (np.abs(fp8 - kernel) <= 1.1 * steps).all()  # half a step, and bfloat16's rounding
+    te.checkpoint.save(tmp_path, 0, quantized, recipe=module.recipe)
+    back = te.checkpoint.restore_params(tmp_path, jax.eval_shape(lambda: quantized["params"]))
+    assert_same(back, quantized["params"])
+    back = te.checkpoint.restore_params(tmp_path, variables["params"], dequantize=True)
+    assert_same(back, restored)
+    with pytest.raises(ValueError, match=r"GroupedLinear\(ops_0\): kernel: expected a kernel that gradients can go"):
+        jax.grad(lambda x: loss(quantized, x))(x)
+
+
+def test_experts_in_block_scaling_keep_their_kernels():
+    grouped = ops.GroupedLinear(2, 64, use_bias=False)
+    module = te.Sequential([ops.Linear(64), grouped], recipe=RECIPES["block"], **BF16)
+    x, sizes = jnp.ones((32, 64), jnp.bfloat16), jnp.asarray([20, 12])
+    variables = module.init(jax.random.key(1), x, sizes)
+    params = te.quantize_params(module, variables, x, sizes)["params"]
+    assert set(params["ops_0"]["kernel"]) == {"data_t", "scale_inv_t"}
+    assert_same(params["ops_1"], variables["params"]["ops_1"])
+    alone = te.Sequential([grouped], recipe=RECIPES["block"], **BF16)
+    with pytest.raises(ValueError, match="not all of them grouped in block scaling"):
+        te.quantize_params(alone, alone.init(jax.random.key(1), x, sizes), x, sizes)
+
+
 def test_on_a_mesh(tmp_path):
     module = te.flax.LayerNormMLP(64, 128, recipe=te.CurrentScaling(), **BF16)
     x = jax.random.normal(jax.random.key(0), (32, 64), jnp.bfloat16)

@@ -4,6 +4,8 @@ Of a kernel [K, N] only what fprop reads is kept, a dict of two leaves beside ea
 
   data_t                    FP8 [N, K]
   scale_inv or scale_inv_t  f32[], or of the 128x128 blocks of data_t: kernel ~ float32(data_t)^T * scale_inv
+
+Of a grouped linear's kernel [G, K, N] it is FP8 [G, N, K] and f32[G].
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def make(run: Run, params: Any, state: Any) -> dict[str, dict[str, jax.Array]]:
     """
     out: dict[str, dict[str, jax.Array]] = {}
     for info, made in zip(run.links, quantize_kernels(run, params, state, train=False), strict=True):
-        if made is None or info.op.groups is not None:  # of grouped linears only what is two-dimensional is kept
+        if made is None or DATA not in made:  # fprop of groups in block scaling reads other blocks than these
             continue
         expected = "linears that share a kernel to share its scale too (CurrentScaling, BlockScaling)"
         check_value(info.scope not in out or not state, "quantize_params", info.label, expected, "a scale for each")
@@ -134,7 +136,10 @@ def dequantize(value: Mapping[str, jax.Array], like: Any, name: str) -> jax.Arra
 
 def shape_of(value: Any) -> tuple[int, ...]:
     """Of a parameter, or of the kernel that was quantized."""
-    return tuple(reversed(value[DATA].shape)) if is_quantized(value) else value.shape
+    if not is_quantized(value):
+        return value.shape
+    *groups, columns, rows = value[DATA].shape
+    return (*groups, rows, columns)
 
 
 def dtype_of(value: Any, param_dtype: Any) -> Any:

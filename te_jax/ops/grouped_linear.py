@@ -37,7 +37,7 @@ from te_jax.ops.base import (
     TensorType,
 )
 from te_jax.ops.grouped_product import contracted_product, rows_product, sum_over_groups
-from te_jax.ops.linear import gemm_dtype
+from te_jax.ops.linear import check_kernel, gemm_dtype
 from te_jax.ops.recording import record_groups
 from te_jax.parallel import mesh
 from te_jax.primitives.spec import GroupedGemmSpec, GroupedWgradSpec, QuantizeSpec
@@ -204,19 +204,20 @@ def _quantize(
 
 def forward(ctx: ForwardContext, x: Array | GroupedTensor) -> Array:
     """y [T, N]; x may come quantized from its producer."""
-    info, kernel, bias = ctx.info, ctx.params["kernel"], ctx.params.get("bias")
+    info, bias = ctx.info, ctx.params.get("bias")
     (sizes,) = ctx.extra_inputs
     dtype = info.x_type.dtype
     if not info.quantized:
         assert not isinstance(x, GroupedTensor)
         ctx.saved = (sizes, x)
-        return rows_product(x, kernel.astype(dtype), sizes, rhs_contract_first=True, bias=bias)
+        return rows_product(x, ctx.params["kernel"].astype(dtype), sizes, rhs_contract_first=True, bias=bias)
     if isinstance(info.recipe, BlockScaling):
         assert not isinstance(x, GroupedTensor)
         return grouped_blocks.forward(ctx, x)
     recipe = info.quantizing_recipe
     x_q = x if isinstance(x, GroupedTensor) else as_grouped(ctx, "x", _quantize(ctx, "x", x, train=ctx.train))
     quantized = info.op.quantize_kernel(ctx) if ctx.quantized_kernel is None else ctx.quantized_kernel
+    check_kernel(ctx, quantized)
     kernel_q = as_grouped(ctx, "kernel", primitives.QuantizeOut(**quantized))
     spec = GroupedGemmSpec(
         out_dtype=gemm_dtype(dtype), bias=bias is not None, fast_accumulation=recipe.fast_accumulation("fprop")

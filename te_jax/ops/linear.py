@@ -217,6 +217,12 @@ def quantize_kernel(ctx: ForwardContext) -> QuantizedKernel:
     return {name: value for name, value in out._asdict().items() if value is not None}
 
 
+def check_kernel(ctx: ForwardContext, quantized: QuantizedKernel) -> None:
+    """Raises a ValueError where a call is differentiated whose kernel is kept for fprop alone."""
+    expected, got = "a kernel that gradients can go through", "one in FP8 for inference (te.quantize_params)"
+    check_value("data" in quantized or not ctx.train, ctx.info.label, "kernel", expected, got)
+
+
 def forward(
     ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, c: Array | None = None, alpha: float = 1.0
 ) -> Array:
@@ -231,8 +237,7 @@ def forward(
     dtype, recipe = info.x_type.dtype, info.quantizing_recipe
     x_q = x if isinstance(x, QTensor) else quantize_operand(ctx, "x", x, train=ctx.train)[0]
     quantized = quantize_kernel(ctx) if ctx.quantized_kernel is None else ctx.quantized_kernel
-    expected, got = "a kernel that gradients can go through", "one in FP8 for inference (te.quantize_params)"
-    check_value("data" in quantized or not ctx.train, info.label, "kernel", expected, got)
+    check_kernel(ctx, quantized)
     kernel_q = as_qtensor(ctx, "kernel", primitives.QuantizeOut(**quantized), dtype)
     spec = GemmSpec(
         out_dtype=gemm_dtype(dtype),
