@@ -48,11 +48,15 @@ class TrainState(train_state.TrainState):
         """A state at step 0.
 
         Raises:
-          ValueError: `params` has other collections than those two.
+          ValueError: `params` has other collections than those two, or FP8 state anywhere else: the optimizer would step
+            it.
         """
-        if isinstance(params, Mapping) and COLLECTION in params:
+        if isinstance(params, Mapping) and _FIELDS & set(params):  # without FP8 state too: no recipe decides this
             expected = f"the collections {sorted(_FIELDS)}; others in fields of a subclass"
             check_value(set(params) <= _FIELDS, "TrainState", "params", expected, sorted(params))
+        inside = state_trees.partition(_trained(params))[1]
+        expected = f"FP8 state at the top, params[{COLLECTION!r}] (for several models: te.state.optimizer)"
+        check_value(not inside, "TrainState", "params", expected, f"some below {sorted(inside)}")
         opt_state = tx.init(_trained(params))
         return cls(step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, **kwargs)
 

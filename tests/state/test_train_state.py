@@ -134,6 +134,12 @@ def test_errors():
     with pytest.raises(ValueError, match=r"TrainState: params: expected the collections .*'batch_stats'"):
         create(params={**variables(), "batch_stats": {}})
     ts, v = create(), variables()
+    with pytest.raises(ValueError, match=r"TrainState: params: expected the collections .*'batch_stats'"):
+        create(params={"params": v["params"], "batch_stats": {"mean": jnp.ones(3)}})  # of a recipe without state
+    with pytest.raises(ValueError, match=r"TrainState: params: .* several models.* some below \['a', 'b'\]"):
+        create(params={"a": v, "b": v})
+    with pytest.raises(ValueError, match=r"TrainState: params: .*some below \['b'\]"):
+        create(params={**v, "params": {"a": v["params"], "b": v}})
     with pytest.raises(
         ValueError, match=r"TrainState.apply_gradients: grads: .*differentiate .* all of params, got \['params'\]"
     ):
