@@ -48,8 +48,8 @@ class TrainState(train_state.TrainState):
         """A state at step 0.
 
         Raises:
-          ValueError: `params` has other collections than those two, or FP8 state anywhere else: the optimizer would step
-            it.
+          ValueError: `params` has other collections than those two, or FP8 state anywhere else: the optimizer would
+            step it.
         """
         if isinstance(params, Mapping) and _FIELDS & set(params):  # without FP8 state too: no recipe decides this
             expected = f"the collections {sorted(_FIELDS)}; others in fields of a subclass"
