@@ -22,6 +22,8 @@ def _samples() -> dict[str, tuple]:
     """For each primitive a spec and operands of a shape that its handlers take."""
     x, wide, scale = _shape(64, 32), _shape(64, 64), _shape(dtype=jnp.float32)
     data, weight = _shape(64, 32, dtype=jnp.float8_e4m3fn), _shape(16, 32, dtype=jnp.float8_e4m3fn)
+    experts, weight_t = _shape(2, 16, 32, dtype=data.dtype), _shape(16, 32, dtype=jnp.float8_e5m2)
+    sizes, scales = _shape(2, dtype=jnp.int32), _shape(2, dtype=jnp.float32)  # of two groups
     leaves = jax.eval_shape(lambda: state.init(2, DelayedScaling())).values()  # of two quantizers
     return {
         "quantize": (spec.QuantizeSpec(format="e4m3", data_t=True), x, scale),
@@ -31,6 +33,8 @@ def _samples() -> dict[str, tuple]:
         "activation": (spec.ActivationSpec(format="e4m3", kind="swiglu"), wide, scale),
         "activation_grad": (spec.ActivationGradSpec(format="e5m2", kind="swiglu"), x, wide, scale),
         "gemm": (spec.GemmSpec(), data, weight, scale, scale),
+        "grouped_gemm": (spec.GroupedGemmSpec(), data, experts, sizes, scales, scales),
+        "grouped_wgrad": (spec.GroupedWgradSpec(groups=2), data, weight_t, sizes, scales, scales),
         "scale_read": (spec.ScaleReadSpec(formats="e4m3 e5m2"), *leaves),
         "scale_write": (spec.ScaleWriteSpec(formats="e4m3 e5m2", used="11"), *leaves, scale, scale),
     }

@@ -17,6 +17,7 @@ from te_jax.testing import hlo
 
 BF16 = jnp.bfloat16
 X = jax.ShapeDtypeStruct((2, 32, 256), BF16)
+X64 = jax.ShapeDtypeStruct((64, 256), BF16)
 RECIPES = {
     "none": None,
     "delayed": te.DelayedScaling(amax_history_len=2),
@@ -30,16 +31,30 @@ def linear():
     return ops.Linear(256, use_bias=False)
 
 
+GROUPED = {"te_jax_grouped_gemm": 2, "te_jax_grouped_wgrad": 1}
+BY_GROUP = {"unfused": {"none": GROUPED, "block": {}}, "inputs": (X64, jax.ShapeDtypeStruct((4,), jnp.int32))}
+
+
+def grouped(features):
+    return ops.GroupedLinear(4, features, use_bias=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """``calls``: of the chain's gradient with this rule alone, without those that read and write FP8 state.
 
-    ``without_recipe``: of the same chain with recipe None, where no rule applies.
+    ``unfused``: by recipe under which the rule doesn't apply, the calls of the same chain.
     """
 
     chain: tuple
     step: str
     calls: dict[str, int]
+    unfused: dict[str, dict[str, int]] = dataclasses.field(default_factory=lambda: {"none": {}})
+    inputs: tuple | None = None  # default: X for the chain and for each of its extra inputs
+
+    def __post_init__(self):
+        if self.inputs is None:
+            object.__setattr__(self, "inputs", (X,) * (1 + sum(op.num_extra_inputs for op in self.chain)))
 
 
 TABLE = {
@@ -72,6 +87,33 @@ TABLE = {
         "MakeExtraOutput(ops_0) + LayerNorm(ops_1): d-norm+add [te_jax_norm_grad]",
         {"te_jax_norm": 1, "te_jax_norm_grad": 1},
     ),
+    "activation+quantize by group": Entry(
+        (ops.GELU(), grouped(256)),
+        "GELU(ops_0): quantizes by group for the next linear, writes FP8 [te_jax_activation]",
+        {"te_jax_activation": 1, "te_jax_quantize": 2, **GROUPED},
+        **BY_GROUP,
+    ),
+    "d-activation+quantize by group": Entry(
+        (grouped(512), ops.SwiGLU()),
+        "SwiGLU(ops_1): d-activation+quantize by group, for the linear before it, writes FP8 [te_jax_activation_grad]",
+        {"te_jax_activation_grad": 1, "te_jax_quantize": 2, **GROUPED},
+        **BY_GROUP,
+    ),
+    "quantize for the next linear": Entry(
+        (ops.Quantize(), linear()),
+        "Quantize(ops_0): quantizes x for the linear behind it, writes FP8 [te_jax_quantize]\n      boundary: x e4m3, ",
+        {"te_jax_quantize": 3, "te_jax_gemm": 3},
+    ),
+    "producer+quantize through Quantize": Entry(
+        (ops.RMSNorm(), ops.Quantize(), linear()),
+        "RMSNorm(ops_0) + Quantize(ops_1): quantizes for the next linear, writes FP8 [te_jax_norm]",
+        {"te_jax_norm": 1, "te_jax_norm_grad": 1, "te_jax_quantize": 2, "te_jax_gemm": 3},
+    ),
+    "quantize for the linear before": Entry(
+        (linear(), ops.Quantize(forward=False, backward=True)),
+        "Quantize(ops_1): quantizes dy for the linear before it, writes FP8 [te_jax_quantize]",
+        {"te_jax_quantize": 3, "te_jax_gemm": 3},
+    ),
 }
 RULES = [(rule, False) for rule in FORWARD_RULES] + [(rule, True) for rule in BACKWARD_RULES]
 
@@ -93,7 +135,8 @@ def custom_calls(module, *inputs):
         leaves = jax.tree.leaves(module.apply(variables, *inputs))
         return sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in leaves)
 
-    grad = jax.jit(jax.grad(loss, argnums=tuple(range(1 + len(inputs)))))
+    floats = [i for i, x in enumerate(inputs, 1) if jnp.issubdtype(x.dtype, jnp.floating)]
+    grad = jax.jit(jax.grad(loss, argnums=(0, *floats)))
     return hlo.count_custom_calls(grad.trace(variables, *inputs).lower(lowering_platforms=("cuda",)).as_text())
 
 
@@ -101,14 +144,15 @@ def custom_calls(module, *inputs):
 def test_every_rule(rule, backward):
     assert rule.name in TABLE, f"give the rule {rule.name!r} an entry in this file's table"
     entry = TABLE[rule.name]
-    inputs = [X] * (1 + sum(op.num_extra_inputs for op in entry.chain))
     for recipe in RECIPES:
         module = module_of(rule, backward, recipe)
-        plan = module.plan(*inputs, platform="cuda")
-        has_state = recipe == "delayed" and any(isinstance(op, ops.Linear) for op in entry.chain)
-        want = {} if recipe == "none" else entry.calls | (STATE_CALLS if has_state else {})
-        assert custom_calls(module, *inputs) == collections.Counter(plan.custom_calls) == want, (recipe, str(plan))
-        assert (entry.step in str(plan)) == (recipe != "none"), (recipe, str(plan))
+        plan = module.plan(*entry.inputs, platform="cuda")
+        applies = recipe not in entry.unfused
+        has_state = recipe == "delayed" and any(isinstance(op, (ops.Linear, ops.GroupedLinear)) for op in entry.chain)
+        want = (entry.calls if applies else entry.unfused[recipe]) | (STATE_CALLS if has_state else {})
+        got = custom_calls(module, *entry.inputs)
+        assert got == collections.Counter(plan.custom_calls) == want, (recipe, str(plan))
+        assert (entry.step in str(plan)) == applies, (recipe, str(plan))
 
 
 def test_no_entry_without_a_rule():

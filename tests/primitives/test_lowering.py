@@ -125,8 +125,8 @@ def test_the_spec_is_one_dictionary_attribute():
     text = cuda_text(*CASES["norm"][:1], *CASES["norm"][1])
     assert (
         'spec = {amax = false, data = true, data_t = false, dbias = false, dbias_dtype = "float32", '
-        'epsilon = 9.99999997E-7 : f32, format = "e4m3", hp = false, if_unseeded = false, '
-        'kind = "layernorm", margin = 0 : i64, '
+        'epsilon = 9.99999997E-7 : f32, format = "e4m3", groups = 0 : i64, hp = false, '
+        'if_unseeded = false, kind = "layernorm", margin = 0 : i64, '
         'power_of_two = false, scaling = "tensor", stats = true, zero_centered_gamma = false}' in the_call(text)
     )
 

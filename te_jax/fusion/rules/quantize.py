@@ -11,7 +11,6 @@ that its state doesn't depend on what is fused.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 from te_jax.fusion.pattern import Rule, Window, slot
@@ -79,23 +78,47 @@ def _why_not(window: Window, *, quantize: int, consumer: int, role: str) -> str 
     return f"Quantize({'forward' if role == 'x' else 'backward'}=False)"
 
 
+def _forward_condition(window: Window) -> str | None:
+    return _why_not(window, quantize=0, consumer=1, role="x")
+
+
+def _through_condition(window: Window) -> str | None:
+    return _why_not(window, quantize=1, consumer=2, role="x")
+
+
+def _backward_condition(window: Window) -> str | None:
+    return _why_not(window, quantize=1, consumer=0, role="dy")
+
+
+def _forward_step(window: Window) -> QuantizeForLinear:
+    return QuantizeForLinear(window.link(0), window.link(1), "x")
+
+
+def _through_step(window: Window) -> ProducerThroughQuantize:
+    return ProducerThroughQuantize(window.link(0), window.link(1), window.link(2))
+
+
+def _backward_step(window: Window) -> QuantizeForLinear:
+    return QuantizeForLinear(window.link(1), window.link(0), "dy")
+
+
 QUANTIZE_FORWARD = Rule(
     name="quantize for the next linear",
     pattern=(slot(Quantize), slot(BasicLinear, ahead=True)),
-    condition=functools.partial(_why_not, quantize=0, consumer=1, role="x"),
-    step=lambda window: QuantizeForLinear(window.link(0), window.link(1), "x"),
+    condition=_forward_condition,
+    step=_forward_step,
 )
 
 PRODUCER_THROUGH_QUANTIZE = Rule(
     name="producer+quantize through Quantize",
     pattern=(slot(*NORMS, *ACTIVATIONS), slot(Quantize), slot(BasicLinear, ahead=True)),
-    condition=functools.partial(_why_not, quantize=1, consumer=2, role="x"),
-    step=lambda window: ProducerThroughQuantize(window.link(0), window.link(1), window.link(2)),
+    condition=_through_condition,
+    step=_through_step,
 )
 
 QUANTIZE_BACKWARD = Rule(
     name="quantize for the linear before",
     pattern=(slot(BasicLinear, ahead=True), slot(Quantize)),
-    condition=functools.partial(_why_not, quantize=1, consumer=0, role="dy"),
-    step=lambda window: QuantizeForLinear(window.link(1), window.link(0), "dy"),
+    condition=_backward_condition,
+    step=_backward_step,
 )
