@@ -62,6 +62,8 @@ def quantize_params(module: nn.Module, variables: Variables, *args: Any, **kwarg
 
     arrays = [jnp.zeros(leaf.shape, leaf.dtype) for leaf, array in zip(leaves, is_array, strict=True) if array]
     params = jax.jit(make)(rest, arrays)
+    already = any(inference.is_quantized(leaf) for leaf in jax.tree.leaves(params, is_leaf=inference.is_quantized))
+    check_value(not already or bool(replaced), op, "variables", "kernels in high precision", "kernels in FP8 already")
     expected = "a module with linears that are quantized (see its plan), not all of them grouped in block scaling"
     check_value(bool(replaced), op, "module", expected, "one without for these arguments")
     return {**rest, "params": params}

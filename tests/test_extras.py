@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import te_jax as te
 from te_jax import ops
@@ -385,6 +386,8 @@ def test_errors_of_types():
         make(channel=3)
     with pytest.raises(TypeError, match=r"ops\[0\]\[1\]: expected an op, a Flax module or a function"):
         te.Sequential([[ops.Identity(), 3]]).init(jax.random.key(0), jnp.ones((4, 32)))
+    with pytest.raises(TypeError, match=r"ops\[1\]: expected .* no nnx module \(te.nnx.Sequential takes those\)"):
+        te.Sequential([ops.Identity(), nnx.Linear(32, 32, rngs=nnx.Rngs(0))]).init(jax.random.key(0), jnp.ones((4, 32)))
     with pytest.raises(TypeError, match=r"extra input 0, for ops\[0\] \(AddExtraInput\): expected dtype bfloat16"):
         te.Sequential([take()]).init(jax.random.key(0), jnp.ones((4, 32)), jnp.ones((4, 32), jnp.int32))
 

@@ -235,6 +235,8 @@ def test_errors():
         te.quantize_kernels(model, quantized, x)
     with pytest.raises(ValueError, match="linears that are quantized"):
         te.quantize_params(Model(None), variables, x)
+    with pytest.raises(ValueError, match="variables: expected kernels in high precision, got kernels in FP8 already"):
+        te.quantize_params(model, quantized, x)
     shared = ops.Linear(64, use_bias=False)
     twice = te.Sequential([shared, ops.ReLU(), shared], recipe=RECIPES["delayed"])
     with pytest.raises(ValueError, match="linears that share a kernel"):

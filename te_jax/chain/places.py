@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
+from flax import nnx
 
 from te_jax.errors import check_type, check_value, message
 from te_jax.ops.base import Channel, Op
@@ -99,8 +100,10 @@ def read_places(items: Sequence[Any], extras_of: ExtrasOf) -> list[Place | Forei
     owners: dict[str, tuple[Path, Any]] = {}  # scope -> who has it
     for path, item in _flat(items):
         is_op = isinstance(item, Op)
-        ok = is_op or (callable(item) and not isinstance(item, type))
+        # An nnx module would run as a function of its present weights, which nothing would train.
+        ok = is_op or (callable(item) and not isinstance(item, type | nnx.Module))
         expected = "an op, a Flax module or a function" + (" (or a list of them)" if len(path) > 1 else "")
+        expected += ", no nnx module (te.nnx.Sequential takes those)" if isinstance(item, nnx.Module) else ""
         check_type(ok, "Sequential", position(path), expected, repr(item))
         scope = ""
         if is_op or isinstance(item, nn.Module):
