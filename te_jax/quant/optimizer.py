@@ -52,7 +52,8 @@ def optimizer(tx: optax.GradientTransformation | optax.MultiSteps) -> optax.Grad
 
     Its optimizer state is that of ``tx`` for ``te.state.split(variables)[0]``. Quantizers that a step did not use keep
     their state. So do all in a step that ``tx`` skips because of its gradients (`optax.apply_if_finite`,
-    ``should_skip_update_fn`` of `optax.MultiSteps`). With `optax.MultiSteps` inside, the state advances with every
+    ``should_skip_update_fn`` of `optax.MultiSteps`); not those of te.nnx modules under ``nnx.grad``, whose forward pass
+    has updated it by then (docs/nnx.md). With `optax.MultiSteps` inside, the state advances with every
     microbatch; outside, ``optax.MultiSteps(te.state.optimizer(tx), k)``, with every update, to within half an octave of
     the microbatches' largest amax. `optax.apply_if_finite` belongs inside: outside it is a TypeError, because a
     replacement is not an array.

@@ -385,6 +385,35 @@ def test_calls_that_quantize_nothing_leave_the_state_alone():
     assert_trees_identical(leaves_of(model), before)
 
 
+# ------------------------------------------------------------------------------- skipped steps
+
+
+def test_the_state_of_a_step_that_is_not_taken_can_be_put_back():
+    """As docs/nnx.md does it: x and kernel of the step have finite amaxes, which te.nnx.grad has written."""
+    model, (x, c) = trained(2), batch(9)
+    optimizer = nnx.Optimizer(model, optax.apply_if_finite(optax.sgd(0.1), 3), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x, c, put_back):
+        before = nnx.to_pure_dict(nnx.state(model, FP8State))
+        grads = te.nnx.grad(loss_fn)(model, x, c)
+        optimizer.update(model, grads)
+        finite = jnp.isfinite(optax.tree.norm(grads)) | ~put_back
+        after = nnx.to_pure_dict(nnx.state(model, FP8State))
+        nnx.update(model, jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before))
+
+    before, kernel = leaves_of(model), np.asarray(model.kernel[...])
+    step(model, optimizer, 100 * x, c.at[0, 0].set(jnp.inf), put_back=True)
+    assert_trees_identical(leaves_of(model), before)
+    np.testing.assert_array_equal(model.kernel[...], kernel)
+    step(model, optimizer, x, c, put_back=True)  # goes on: one step after `before`
+    te.state.check({"run": before}, {"run": leaves_of(model)})
+    np.testing.assert_array_equal(history(model)[0, 0], amax(x))
+    assert (model.kernel[...] != kernel).any()
+    step(model, optimizer, 100 * x, c.at[0, 0].set(jnp.inf), put_back=False)  # what is there to be put back
+    np.testing.assert_array_equal(history(model)[0, 0], amax(100 * x))
+
+
 # ------------------------------------------------------------------------------------- misuse
 
 
