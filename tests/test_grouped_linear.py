@@ -274,7 +274,7 @@ def test_features_over_a_mesh(kind, recipe):
         assert np.linalg.norm(a - b) <= 2.0**-7 * np.linalg.norm(b), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("recipe", [RECIPES["delayed"], None], ids=["delayed", "none"])
+@pytest.mark.parametrize("recipe", [RECIPES["delayed"], RECIPES["current"], None], ids=["delayed", "current", "none"])
 def test_experts_over_a_mesh(recipe):
     """Expert parallelism inside of shard_map: a device has one expert, its scales and its state."""
     module, variables, x, sizes = setup(recipe)

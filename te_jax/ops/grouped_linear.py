@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array
 from jax.nn import initializers
 
-from te_jax import primitives
+from te_jax import compat, primitives
 from te_jax.errors import check_type, check_value, required
 from te_jax.ops import grouped_blocks
 from te_jax.ops.base import (
@@ -177,9 +177,23 @@ def as_grouped(ctx: ForwardContext | BackwardContext, role: str, out: primitives
 
 
 def scale_of(ctx: ForwardContext | BackwardContext, role: str) -> Array:
-    """f32[G]: the scales to quantize with; 0 (derive it from this tensor) without history."""
+    """f32[G]: the scales to quantize with; 0 (derive it from this tensor) without history.
+
+    Zeros vary over the manual axes that groups differ over, where both kernels and sizes do: no amax is reduced there.
+    """
+    if role in ctx.scales:
+        return ctx.scales[role]
     groups = required(ctx.info.op.groups, ctx.info.label, "groups")
-    return ctx.scales.get(role, jnp.zeros((groups,), jnp.float32))
+    return compat.pvary(jnp.zeros((groups,), jnp.float32), _axes_of_groups(ctx))
+
+
+def _axes_of_groups(ctx: ForwardContext | BackwardContext) -> frozenset[str]:
+    """The manual axes over which devices have different groups, not parts of the same."""
+    if isinstance(ctx, ForwardContext) and not ctx.extra_inputs:  # te.quantize_kernels, which sees no sizes
+        return frozenset()
+    kernels = jax.tree.leaves(ctx.params.get("kernel"))
+    axes = (compat.varying_axes(array) for array in kernels)
+    return compat.varying_axes(group_sizes_of(ctx)).intersection(*axes) if kernels else frozenset()
 
 
 def group_sizes_of(ctx: ForwardContext | BackwardContext) -> Array:
