@@ -58,7 +58,7 @@ class Builder {
 
   void Await(int peer, int chunk) {
     Step step(Action::kAwait);
-    step.peer = peer, step.chunk = chunk;
+    step.from = Slot(rank_, peer, pieces_[chunk]), step.peer = peer, step.chunk = chunk;
     Add(step);
   }
 

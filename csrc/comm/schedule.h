@@ -64,7 +64,7 @@ enum class Action : uint8_t {
   kMultiply,  // to = from w (+ with): `with` is a partial result of the peer's; bias if it is the last sum
   kPush,      // to = from, in a peer's memory
   kPost,      // tells `peer` that `chunk` has arrived: its flag (this rank, chunk) becomes the epoch
-  kAwait,     // until the own flag (peer, chunk) has reached the epoch
+  kAwait,     // until the own flag (peer, chunk) has reached the epoch: `from` has arrived
   kReduce,    // to = from + all peers' slots (`with` is one of them), in the order of ranks, in float32, + bias
   kKeep,      // to = from, in own memory
   kFinish,    // both lanes are done

@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "csrc/core/dtype.h"
 #include "csrc/core/fp8.h"
 #include "csrc/gemm/algorithm_table.h"
 #include "csrc/gemm/gemm.h"
@@ -14,8 +15,6 @@ constexpr size_t kFlushBytes = size_t{128} << 20;  // more than twice the L2 cac
 constexpr size_t kReserve = size_t{256} << 20;     // left to others: modules and graphs that are loaded meanwhile
 constexpr size_t kAlignment = 256;
 constexpr float kNever = std::numeric_limits<float>::infinity();
-
-size_t BytesOf(DType dtype) { return IsFP8(dtype) ? 1 : dtype == DType::kF32 ? 4 : 2; }
 
 // Of an operand [rows, k], with the padding that cuBLASLt wants for 128x128 blocks.
 size_t ScaleBytes(Scaling scaling, int64_t rows, int64_t k) {
@@ -112,12 +111,12 @@ void Bench::Take(T*& pointer, size_t bytes) {
 // Gives every pointer of args_ a place; without memory, counts the bytes.
 void Bench::Place(const GemmDesc& desc) {
   const auto m = static_cast<size_t>(desc.m), n = static_cast<size_t>(desc.n), k = static_cast<size_t>(desc.k);
-  Take(args_.lhs, m * k * BytesOf(desc.lhs));
-  Take(args_.rhs, n * k * BytesOf(desc.rhs));
-  Take(args_.out, m * n * BytesOf(desc.out));
-  if (desc.accumulates && !desc.in_place) Take(args_.c, m * n * BytesOf(desc.c));
+  Take(args_.lhs, m * k * SizeOf(desc.lhs));
+  Take(args_.rhs, n * k * SizeOf(desc.rhs));
+  Take(args_.out, m * n * SizeOf(desc.out));
+  if (desc.accumulates && !desc.in_place) Take(args_.c, m * n * SizeOf(desc.c));
   if (desc.in_place) args_.c = args_.out;
-  if (desc.has_bias) Take(args_.bias, n * BytesOf(desc.bias_dtype));
+  if (desc.has_bias) Take(args_.bias, n * SizeOf(desc.bias_dtype));
   if (IsFP8(desc.lhs)) Take(args_.lhs_scale_inv, ScaleBytes(desc.lhs_scaling, desc.m, desc.k));
   if (IsFP8(desc.lhs)) Take(args_.rhs_scale_inv, ScaleBytes(desc.rhs_scaling, desc.n, desc.k));
   if (IsFP8(desc.out)) Take(args_.out_scale, sizeof(float));

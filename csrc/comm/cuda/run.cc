@@ -169,12 +169,8 @@ class Runner {
     args.source = step.peer;
     args.chunk = step.chunk;
     args.record = self_.record();
-    const Problem& problem = call_.problem;
-    const auto pieces = Pieces(problem.block_rows, problem.chunks, problem.granularity);
-    const Rows piece = pieces[static_cast<size_t>(step.chunk)];
-    const Area slot{Place::kSlot, rank_, step.peer, piece, static_cast<int>(epoch_ & 1)};
-    args.data = At(slot);
-    args.bytes = BytesBetween(slot, slot_row_bytes());
+    args.data = At(step.from);
+    args.bytes = BytesBetween(step.from, slot_row_bytes());
     args.nan = NanOf(gathers() ? call_.gemm.lhs_dtype : call_.gemm.out_dtype);
     Cuda("await", kernels::LaunchAwait(args, stream_));
   }
