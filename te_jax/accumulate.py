@@ -14,6 +14,7 @@ from flax.core.scope import DenyList
 from jax import Array
 
 from te_jax import compat
+from te_jax.arguments import split_arrays
 from te_jax.errors import check_type, check_value
 from te_jax.parallel import explicit, mesh
 from te_jax.quant import state as fp8_state
@@ -55,23 +56,19 @@ def quantize_kernels(module: nn.Module, variables: Variables, *args: Any, **kwar
         isinstance(module, nn.Module), "quantize_kernels", "module", "a flax.linen module", type(module).__name__
     )
     _check_variables("quantize_kernels", variables)
-    leaves, structure = jax.tree.flatten((args, {name: value for name, value in kwargs.items() if name != "mutable"}))
-    is_array = [isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves]
+    given, rebuild = split_arrays((args, {name: value for name, value in kwargs.items() if name != "mutable"}))
 
     unquantized: dict[str, str] = {}
 
     def make(variables: Variables, arrays: list[Any]) -> Any:
-        given = iter(arrays)
-        args, kwargs = structure.unflatten(
-            next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)
-        )
+        args, kwargs = rebuild(arrays)
         with making_kernels() as why:
             _, made = module.apply(variables, *args, **kwargs, mutable=DenyList(("params", COLLECTION)))
         unquantized.update(why)
         return made.get(KERNELS, {})
 
     rest = {name: value for name, value in variables.items() if name != KERNELS}
-    arrays = [_as_array(leaf) for leaf, array in zip(leaves, is_array, strict=True) if array]
+    arrays = [_as_array(array) for array in given]
     # Gradients go to the parameters in the backward passes of the calls that use the kernels.
     made = jax.jit(make)(jax.lax.stop_gradient(rest), jax.lax.stop_gradient(arrays))
     expected = "a module with linears that are quantized, one scale for each kernel (see its plan)"

@@ -8,8 +8,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from te_jax.arguments import split_arrays
 from te_jax.errors import check_type, check_value
 from te_jax.fusion import inference
 from te_jax.quant.state import KERNELS
@@ -46,22 +46,17 @@ def quantize_params(module: nn.Module, variables: Variables, *args: Any, **kwarg
     check_type(ok, op, "variables", "a dict of collections with 'params'", type(variables).__name__)
     rest = {name: value for name, value in variables.items() if name != KERNELS}
     kwargs = {name: value for name, value in kwargs.items() if name != "mutable"}
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    is_array = [isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) for leaf in leaves]
+    given, rebuild = split_arrays((args, kwargs))
     replaced: list[str] = []
 
     def make(variables: Variables, arrays: list[Any]) -> Any:
-        given = iter(arrays)
-        args, kwargs = structure.unflatten(
-            next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)
-        )
+        args, kwargs = rebuild(arrays)
         with inference.making() as made:
             _, out = module.apply(variables, *args, **kwargs, mutable=["params"])
         replaced.extend(made)
         return out["params"]
 
-    arrays = [jnp.zeros(leaf.shape, leaf.dtype) for leaf, array in zip(leaves, is_array, strict=True) if array]
-    params = jax.jit(make)(rest, arrays)
+    params = jax.jit(make)(rest, [jnp.zeros(array.shape, array.dtype) for array in given])
     already = any(inference.is_quantized(leaf) for leaf in jax.tree.leaves(params, is_leaf=inference.is_quantized))
     check_value(not already or bool(replaced), op, "variables", "kernels in high precision", "kernels in FP8 already")
     expected = "a module with linears that are quantized (see its plan), not all of them grouped in block scaling"

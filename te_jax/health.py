@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax.core.scope import DenyList
 from jax import Array
 
+from te_jax.arguments import split_arrays
 from te_jax.errors import check_type, check_value
 from te_jax.fusion.probe import making
 from te_jax.quant.format import format_of
@@ -70,19 +71,15 @@ def instrument(module: nn.Module, variables: Variables, *args: Any, **kwargs: An
     check_type(isinstance(variables, Mapping), op, "variables", "a dict of collections", type(variables).__name__)
     rest = {name: value for name, value in variables.items() if name != COLLECTION}
     kwargs = {name: value for name, value in kwargs.items() if name != "mutable"}
-    leaves, structure = jax.tree.flatten((rest, args, kwargs))
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+    given, rebuild = split_arrays((rest, args, kwargs))
 
     def make(arrays: list[Any]) -> Any:
-        given = iter(arrays)
-        rest, args, kwargs = structure.unflatten(
-            next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)
-        )
+        rest, args, kwargs = rebuild(arrays)
         with making():
             _, made = module.apply(rest, *args, **kwargs, mutable=DenyList(("params", STATE)))
         return made.get(COLLECTION, {})
 
-    shapes = jax.eval_shape(make, [leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
+    shapes = jax.eval_shape(make, given)
     expected = "a module with linears that are quantized (see its plan)"
     check_value(bool(jax.tree.leaves(shapes)), op, "module", expected, "one without for these arguments")
     return {COLLECTION: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)}

@@ -16,7 +16,7 @@ SOURCES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (
 
 # Lowest first; a module may import its own layer and those before it. The longest prefix counts.
 LAYERS = [
-    ("te_jax.errors", "te_jax.compat", "te_jax.config", "te_jax.typing"),
+    ("te_jax.errors", "te_jax.arguments", "te_jax.compat", "te_jax.config", "te_jax.typing"),
     ("te_jax.quant.format", "te_jax.quant.division"),
     ("te_jax.recipe",),
     ("te_jax.quant", "te_jax.state"),

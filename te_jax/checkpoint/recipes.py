@@ -23,6 +23,7 @@ import numpy as np
 
 from te_jax.errors import check_type, check_value, message
 from te_jax.quant import state
+from te_jax.quant.state_trees import is_run
 from te_jax.recipe import DelayedScaling, Recipe
 
 # Neither changes a number or a shape: a checkpoint may be restored onto another mesh or with another strictness.
@@ -109,7 +110,7 @@ def migrate_state(
     if not isinstance(model, DelayedScaling):
         return {}
     old, new = _runs("fp8", fp8, stored), _runs("like", like, model)
-    structure = jax.tree.structure(like, is_leaf=_is_run)
+    structure = jax.tree.structure(like, is_leaf=is_run)
     if not isinstance(stored, DelayedScaling):
         return jax.tree.unflatten(structure, [_created(run) for run in new.values()])
     names = f"the quantizers of the model, {sorted(new)}"
@@ -193,18 +194,14 @@ def _created(like: Mapping[str, Any]) -> dict[str, Any]:
 def _runs(argument: str, tree: Mapping[str, Any], recipe: Recipe | None) -> dict[str, Mapping[str, Any]]:
     """The runs of a state by path; raises unless they are those of the recipe."""
     found = {}
-    for path, run in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_run):
+    for path, run in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_run):
         name = "/".join(str(getattr(key, "key", key)) for key in path)
-        check_value(_is_run(run), _OP, f"{argument}/{name}", f"leaves {sorted(state.LEAVES)}", type(run).__name__)
+        check_value(is_run(run), _OP, f"{argument}/{name}", f"leaves {sorted(state.LEAVES)}", type(run).__name__)
         expected = None if recipe is None else getattr(recipe, "amax_history_len", None)
         got = run["amax_history"].shape[-1]
         check_value(got == expected, _OP, f"{argument}/{name}/amax_history", f"{expected} entries ({recipe!r})", got)
         found[name] = run
     return found
-
-
-def _is_run(x: Any) -> bool:
-    return isinstance(x, Mapping) and set(x) == state.LEAVES
 
 
 def _keeps_maximum(model: DelayedScaling) -> bool:
