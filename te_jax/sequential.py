@@ -212,9 +212,10 @@ class ChainModule(RunVariables, kw_only=True):
         x_types = types.input_types(part.places, x, source)
         types.check_extras(type(self).__name__, chain, part, x_types, extras)
         links = []
+        own_name = self.name or type(self).__name__
         for place, x_type in zip(part.places, x_types, strict=True):
             why = place.op.why_unquantized(x_type, self.recipe)
-            info = LinkInfo(place.op, place.path, place.scope, x_type, self.recipe, why)
+            info = LinkInfo(place.op, place.path, place.scope, x_type, self.recipe, place.scope or own_name, why)
             if self.recipe is not None and self.recipe.strict:
                 check_value(why is None, info.label, "recipe", "a linear that can be quantized (strict=True)", why)
             links.append(info)

@@ -9,11 +9,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from te_jax import compat
 from te_jax.parallel import explicit, mesh
 from te_jax.primitives import AttentionGradSpec, AttentionSpec, attention, attention_grad, support
+from te_jax.remat import names
 
 Implementation = Literal["xla", "cudnn"]
 
@@ -54,7 +54,8 @@ def core_attention(
     if implementation == "cudnn" and reason:
         raise ValueError(f"core_attention: implementation='cudnn': expected what cuDNN takes, got: {reason}")
     if implementation == "xla" or reason:
-        return checkpoint_name(_xla_attention(query, key, value, causal), "core_attn")
+        query, key, value = names.name((query, key, value), "core_attn")
+        return names.name(_xla_attention(query, key, value, causal), names.CONTEXT)
     *lead, heads, head_dim = query.shape
     groups = key.shape[-2]
     # One type of varying axes, so that cotangents have that of their primals: pvary's transpose is the sum.
@@ -79,9 +80,10 @@ def _attention(causal: bool, scale: float, query: Array, key: Array, value: Arra
 
 
 def _forward(causal: bool, scale: float, query: Array, key: Array, value: Array):
-    out, stats = attention(query, key, value, AttentionSpec(causal=causal, scale=scale, stats=True))
     # Named here, where the backward pass needs them: a policy that saves them doesn't run the forward pass again.
-    out, stats = (checkpoint_name(x, "core_attn") for x in (out, stats))
+    query, key, value = names.name((query, key, value), "core_attn")
+    out, stats = attention(query, key, value, AttentionSpec(causal=causal, scale=scale, stats=True))
+    out, stats = names.name((out, stats), names.CONTEXT)
     return out, (query, key, value, stats, out)
 
 

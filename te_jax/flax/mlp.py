@@ -50,7 +50,7 @@ class LayerNormMLP(ChainModule, kw_only=False):
     bias_init: Initializer = default_bias_init
 
     def chain(self):
-        activation = activation_op(self.activation, caller="LayerNormMLP")
+        activation = activation_op(self.activation, name="act", caller="LayerNormMLP")
         fc1_features = self.hidden_features * (2 if is_gated(self.activation) else 1)
         return (
             *((ops.StartResidual(),) if self.residual else ()),

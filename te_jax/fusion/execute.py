@@ -72,7 +72,7 @@ def run_fwd(run: Run, params, state, kernels, keys, x, extras):
     y, contexts = _forward(run, params, scales, kernels, keys, x, extras, train=True)
     kinds = jax.tree.map(Like.of, (x, extras))
     saved = jax.tree.map(_apart, [ctx.saved for ctx in contexts])
-    used = [ctx.used for ctx in contexts]
+    used = [{role: _named_amax(ctx, role) for role in ctx.used} for ctx in contexts]
     # A scan over layers stacks every residual, scalars too, so only the scales that are used yet are kept.
     left = [{role: s for role, s in scale.items() if role not in u} for scale, u in zip(scales, used, strict=True)]
     residuals = (params, state, left, keys, kinds, saved, used)
@@ -94,6 +94,11 @@ def _as_without_backward(outputs: Any, run: Run, *operands: Any) -> Any:
 
 def _forward_state(run: Run, state: State, contexts: Sequence[ForwardContext]) -> State:
     return write_state(run, state, [ctx.used for ctx in contexts]) if run.forward_state else {}
+
+
+def _named_amax(ctx: ForwardContext, role: str) -> Array:
+    """An amax goes with the scales of its tensor: recomputed, it would be quantized again for it."""
+    return ctx.named(ctx.used[role], f"{'input' if role == 'x' else role}_scale")
 
 
 def _apart(saved: Array) -> Array:
@@ -144,6 +149,8 @@ def backward_contexts(run: Run, params, keys, saved, extra_output_grads, scales)
 def _forward(run: Run, params, scales: Scales, kernels: Kernels, keys, x, extras, *, train: bool):
     contexts = forward_contexts(run, params, kernels, keys, extras, scales, train=train)
     for step in run.plan.forward:
+        reader = run.saved_by(step.links[0]) if train and isinstance(x, Array) else None
+        x = x if reader is None else contexts[reader].named(x, "input")
         x = forward_step(run, step, contexts, x)
     return x, contexts
 

@@ -78,6 +78,16 @@ class Run:
     def plan(self) -> RunPlan:
         return plan_run(self.links, self.forward_rules, self.backward_rules)
 
+    def saved_by(self, link: int) -> int | None:
+        """The link that saves the input of ``link`` as it is, if that is the first one to see it; None: there is none.
+
+        So the input of a norm has its name before a residual branches off.
+        """
+        if link > 0 and self.links[link - 1].op.hands_on:
+            return None
+        reader = next((i for i in range(link, len(self.links)) if not self.links[i].op.hands_on), None)
+        return reader if reader is not None and self.links[reader].op.saves_input(self.links[reader]) else None
+
     @property
     def quantizes(self) -> bool:
         """Whether anything is quantized."""

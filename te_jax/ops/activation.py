@@ -24,7 +24,7 @@ from jax import Array
 
 from te_jax import primitives
 from te_jax.errors import check_type, check_value
-from te_jax.ops.base import BackwardContext, ForwardContext, Op, TensorType
+from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo, Op, TensorType
 from te_jax.parallel import mesh
 from te_jax.primitives.spec import ActivationGradSpec, ActivationSpec
 
@@ -55,6 +55,9 @@ class Activation(Op):
     def _fields(self) -> dict[str, Any]:
         """The fields of an ActivationSpec that say which activation it is."""
         return {"kind": self.kind}
+
+    def saves_input(self, info: LinkInfo) -> bool:
+        return True
 
     def forward(self, ctx: ForwardContext, x: Array) -> Array:
         ctx.saved = x

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ from jax import Array
 
 from te_jax.errors import required
 from te_jax.recipe import Recipe
+from te_jax.remat import names
 
+T = TypeVar("T")
 TensorType = jax.ShapeDtypeStruct  # shape and dtype of a value between ops
 
 
@@ -60,6 +62,12 @@ class Op:
     num_extra_inputs: ClassVar[int] = 0
     num_extra_outputs: ClassVar[int] = 0
     roles: ClassVar[tuple[str, ...]] = ()  # the quantizers it has: of linears and Quantize
+    hands_on: ClassVar[bool] = False  # whether its result is its input, as it is
+
+    def saves_input(self, info: LinkInfo) -> bool:
+        """Whether ``forward`` saves x itself for ``backward``: then x is named for remat policies before it is used."""
+        del info
+        return False
 
     @property
     def groups(self) -> int | None:
@@ -143,6 +151,7 @@ class LinkInfo:
     scope: str  # where its parameters are: the scope of the first place of the same object
     x_type: TensorType
     recipe: Recipe | None = None
+    module: str = ""  # the name that remat policies know it by: the last part of its Flax path
     why_unquantized: str | None = None  # ops with quantizers: why they run in high precision; None: they are quantized
 
     @property
@@ -182,6 +191,14 @@ class ForwardContext:
     saved: Any = ()
     extra_outputs: tuple[Array, ...] = ()
     used: Used = dataclasses.field(default_factory=dict)
+
+    def named(self, x: T, tensor: str) -> T:
+        """x (an array, a tree of them or None), named ``<module>_<tensor>`` for remat policies (te_jax/remat/names.py).
+
+        For what goes into ``saved``. What the forward pass goes on with has to be the result too: what is computed from
+        x itself isn't recomputed from a tensor that a policy has saved.
+        """
+        return names.named(x, self.info.module, tensor) if self.train else x
 
 
 @dataclasses.dataclass

@@ -49,7 +49,13 @@ def forward(ctx: ForwardContext, x: Array) -> Array:
     expected = f"a recipe with one scale for each group on a mesh whose axes {explicit} are Explicit"
     check_value(not explicit, ctx.info.label, "recipe", expected, type(ctx.info.recipe).__name__)
     (sizes,), recipe, bias = ctx.extra_inputs, ctx.info.quantizing_recipe, ctx.params.get("bias")
-    kernel_q = quantize_kernel(ctx) if ctx.quantized_kernel is None else ctx.quantized_kernel
+    kernel_q = ctx.quantized_kernel
+    if kernel_q is None:
+        made = quantize_kernel(ctx)
+        kernel_q = {
+            "data": ctx.named(made["data"], "kernel"),
+            "scale_inv": ctx.named(made["scale_inv"], "kernel_scale"),
+        }
     x_q = _quantize(x, BLOCK_1X128, recipe, "x")
     _record(ctx, "x", x, *x_q, sizes)
     wide = dequantize_block(*x_q, BLOCK_1X128)
@@ -58,6 +64,7 @@ def forward(ctx: ForwardContext, x: Array) -> Array:
     if bias is not None:
         y = y + grouped.by_row(bias.astype(jnp.float32), sizes, x.shape[0])
     x_t = _along_tokens(x, sizes, recipe, "x") if ctx.train else (None, None)
+    x_t = ctx.named(x_t[0], "input"), ctx.named(x_t[1], "input_scale")
     ctx.saved = (sizes, *x_t, kernel_q["data"], kernel_q["scale_inv"])
     return y.astype(x.dtype)
 

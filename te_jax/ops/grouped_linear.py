@@ -91,6 +91,9 @@ class GroupedLinear(Op):
         check_value(len(x.shape) == 2, "GroupedLinear", "x", "2 dimensions, [tokens, features]", f"shape {x.shape}")
         return TensorType((x.shape[0], self.features), x.dtype)
 
+    def saves_input(self, info: LinkInfo) -> bool:
+        return not info.quantized
+
     def why_unquantized(self, x: TensorType, recipe: Recipe | None) -> str | None:
         """Tokens are of any number: what has to be aligned is padded where a transposed copy is written."""
         if recipe is None:
@@ -233,6 +236,12 @@ def forward(ctx: ForwardContext, x: Array | GroupedTensor) -> Array:
     quantized = info.op.quantize_kernel(ctx) if ctx.quantized_kernel is None else ctx.quantized_kernel
     check_kernel(ctx, quantized)
     kernel_q = as_grouped(ctx, "kernel", primitives.QuantizeOut(**quantized))
+    x_q = dataclasses.replace(
+        x_q, data_t=ctx.named(x_q.data_t, "input"), scale_inv=ctx.named(x_q.scale_inv, "input_scale")
+    )
+    if ctx.quantized_kernel is None:  # one that is given isn't this call's to save again
+        data, scale_inv = ctx.named(kernel_q.data, "kernel"), ctx.named(kernel_q.scale_inv, "kernel_scale")
+        kernel_q = dataclasses.replace(kernel_q, data=data, scale_inv=scale_inv)
     spec = GroupedGemmSpec(
         out_dtype=gemm_dtype(dtype), bias=bias is not None, fast_accumulation=recipe.fast_accumulation("fprop")
     )

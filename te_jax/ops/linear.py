@@ -68,6 +68,9 @@ class BasicLinear(Op):
     def out_type(self, x: TensorType) -> TensorType:
         return TensorType((*x.shape[:-1], self.features), x.dtype)
 
+    def saves_input(self, info: LinkInfo) -> bool:
+        return not info.quantized
+
     def why_unquantized(self, x: TensorType, recipe: Recipe | None) -> str | None:
         return why_unquantized(self, x, recipe)
 
@@ -239,6 +242,9 @@ def forward(
     quantized = quantize_kernel(ctx) if ctx.quantized_kernel is None else ctx.quantized_kernel
     check_kernel(ctx, quantized)
     kernel_q = as_qtensor(ctx, "kernel", primitives.QuantizeOut(**quantized), dtype)
+    x_q = _named(ctx, x_q, "input", data="data_t")
+    if ctx.quantized_kernel is None:  # one that is given isn't this call's to save again
+        kernel_q = _named(ctx, kernel_q, "kernel", data="data")
     spec = GemmSpec(
         out_dtype=gemm_dtype(dtype),
         bias=bias is not None,
@@ -259,6 +265,13 @@ def forward(
     )
     ctx.saved = (x_q.data_t, x_q.data_t_scale_inv, kernel_q.data, kernel_q.scale_inv)
     return _constrained(info, y.astype(dtype))
+
+
+def _named(ctx: ForwardContext, q: QTensor, tensor: str, *, data: str) -> QTensor:
+    """q, with names on what the backward pass reads of it: one of its two layouts (``data``), and the scales of that."""
+    scale = "scale_inv_t" if data == "data_t" and q.scaling != "tensor" else "scale_inv"
+    fields = {data: ctx.named(getattr(q, data), tensor), scale: ctx.named(getattr(q, scale), f"{tensor}_scale")}
+    return dataclasses.replace(q, **fields)
 
 
 def backward(ctx: BackwardContext, dy: Array | QTensor, c: Array | None = None, alpha: float = 1.0) -> Array:

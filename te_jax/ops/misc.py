@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ def _is_number(x: Any) -> bool:
 @dataclasses.dataclass(frozen=True)
 class Identity(Op):
     """y = x."""
+
+    hands_on: ClassVar[bool] = True
 
     def forward(self, ctx: ForwardContext, x: Array) -> Array:
         return x

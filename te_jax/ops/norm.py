@@ -25,7 +25,7 @@ from jax.nn import initializers
 
 from te_jax import primitives
 from te_jax.errors import required
-from te_jax.ops.base import BackwardContext, ForwardContext, Initializer, Op, ParamSpec, TensorType
+from te_jax.ops.base import BackwardContext, ForwardContext, Initializer, LinkInfo, Op, ParamSpec, TensorType
 from te_jax.ops.residual import add_cotangents, addable
 from te_jax.parallel import mesh
 from te_jax.primitives.spec import NormGradSpec, NormSpec
@@ -52,6 +52,9 @@ class Norm(Op):
         del x_type
         return self.epsilon
 
+    def saves_input(self, info: LinkInfo) -> bool:
+        return True
+
     def forward(self, ctx: ForwardContext, x: Array) -> Array:
         if ctx.info.recipe is not None:
             wanted = {"format": ctx.info.recipe.format("x").name, "hp": True, "data": False}
@@ -64,7 +67,7 @@ class Norm(Op):
         y = x32 * rstd[..., None] * (self._gamma(ctx).astype(jnp.float32) + self._zero_centered)
         if self.centered:
             y = y + ctx.params["bias"].astype(jnp.float32)
-        ctx.saved = (x, mean, rstd)
+        ctx.saved = (x, *ctx.named((mean, rstd), "input_stats"))
         return y.astype(x.dtype)
 
     def forward_quantized(
@@ -80,7 +83,7 @@ class Norm(Op):
         )
         axes = mesh.amax_axes(x, scale, ctx.info.recipe)
         out = primitives.norm(x, self._gamma(ctx), ctx.params.get("bias"), scale, spec, amax_axes=axes)
-        ctx.saved = (x, out.mean, out.rstd)
+        ctx.saved = (x, *ctx.named((out.mean, out.rstd), "input_stats"))
         return out
 
     def backward(self, ctx: BackwardContext, dy: Array) -> Array:

@@ -57,6 +57,7 @@ class MakeExtraOutput(Op):
     in_place: bool = True
     channel: str | None = dataclasses.field(default=None, kw_only=True)
     num_extra_outputs: ClassVar[int] = 1
+    hands_on: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_channel(self, self.channel)

@@ -203,7 +203,7 @@ def test_without_a_batch_dimension():
 
 @pytest.mark.parametrize("save", [False, True])
 def test_remat_runs_the_forward_pass_again_unless_its_results_are_saved(save):
-    policy = jax.checkpoint_policies.save_only_these_names("core_attn") if save else None
+    policy = jax.checkpoint_policies.save_only_these_names("context") if save else None
     rematted = jax.checkpoint(attend(), policy=policy)
     operands = arrays()
     assert_close(jax.jit(lambda *x: value_and_grads(rematted, *x))(*operands), fp64(*operands, True))

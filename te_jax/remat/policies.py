@@ -1,0 +1,145 @@
+"""Remat policies by name: what of a layer is kept on the device, what in host memory; the rest is recomputed."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from te_jax.errors import check_type, check_value, message
+from te_jax.remat import names as known
+from te_jax.remat import placement
+
+_PLACES = ("remat", "device", "offload")
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What ``te.remat.policy`` returns: a policy for ``jax.checkpoint``, ``nn.remat`` and ``nnx.remat``. Plain data.
+
+    Attributes:
+      save: the tensors that stay on the device.
+      offload: the tensors that go to pinned host memory, where they have ``min_bytes``.
+      min_bytes: below, a tensor of ``offload`` stays on the device.
+    """
+
+    save: frozenset[str]
+    offload: frozenset[str]
+    min_bytes: int
+
+    def __call__(self, primitive: Any, *types: Any, **params: Any) -> Any:
+        """What jax asks of a policy: whether the result of this equation is saved, offloaded or recomputed."""
+        tensor = params.get("name")
+        if not isinstance(tensor, str):  # no equation of checkpoint_name
+            return _of_jax((), ())(primitive, *types, **params)
+        if tensor in self.offload and _bytes(types[0]) >= self.min_bytes:
+            placement.check_pinned_memory()
+            placement.warn_unless_hidden(self)
+            return _of_jax((), (tensor,))(primitive, *types, **params)
+        kept = self.save | self.offload
+        keeps = tensor in kept or known.are_stats(tensor) or any(tensor == known.scale_of(of) for of in kept)
+        return _of_jax((tensor,) if keeps else (), ())(primitive, *types, **params)
+
+
+@functools.cache
+def _of_jax(save: tuple[str, ...], offload: tuple[str, ...]) -> Any:
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=save,
+        names_which_can_be_offloaded=offload,
+        offload_src="device",
+        offload_dst=placement.PINNED,
+    )
+
+
+def policy(
+    save: Iterable[str] | Mapping[str, str] = (),
+    offload: Iterable[str] = (),
+    *,
+    min_bytes: int = 1 << 20,
+    extra_names: Iterable[str] = (),
+) -> Policy:
+    """A remat policy: ``save`` stays on the device, ``offload`` goes to host memory, everything else is recomputed.
+
+    The scales, amaxes and statistics of a tensor stay on the device wherever it goes, so that nothing is quantized
+    again for them.
+
+    Args:
+      save: names of modules (their inputs are meant) or of tensors (``te.remat.NAMES``); or, as MaxText has it, a
+        dictionary of names to "remat", "device" or "offload".
+      offload: names, with ``save`` as names.
+      min_bytes: smaller tensors of ``offload`` stay on the device: their copies cost more than they free. The size is
+        that of the whole array, of one device's part inside of ``shard_map``.
+      extra_names: names of your own, which ``save`` and ``offload`` may have too: of modules in a chain
+        (``<name>_input`` is what they save first) or of ``jax.ad_checkpoint.checkpoint_name``.
+
+    Returns:
+      A policy, for ``jax.checkpoint(..., policy=)`` and its like. Two that were made alike are equal.
+
+    Raises:
+      ValueError: a name that is unknown, or that is to be in both places. When a program is traced: a name to offload
+        on a platform without pinned host memory.
+      TypeError: names that are no strings.
+    """
+    extra = _names("extra_names", extra_names)
+    if isinstance(save, Mapping):
+        check_value(not tuple(offload), "remat.policy", "offload", "nothing beside a dictionary", repr(offload))
+        save, offload = _from_mapping(save)
+    saved, offloaded = _names("save", save), _names("offload", offload)
+    for argument, asked in (("save", saved), ("offload", offloaded)):
+        for name in asked:
+            _check_known(argument, name, extra)
+    tensors = [frozenset(_tensors(asked, extra)) for asked in (saved, offloaded)]
+    both = sorted(tensors[0] & tensors[1])
+    check_value(
+        not both, "remat.policy", "save and offload", "each tensor in one of them", f"{', '.join(both)} in both"
+    )
+    ok = isinstance(min_bytes, int) and not isinstance(min_bytes, bool) and min_bytes >= 0
+    check_value(ok, "remat.policy", "min_bytes", "a number of bytes", repr(min_bytes))
+    return Policy(*tensors, min_bytes)
+
+
+def _names(argument: str, asked: Any) -> tuple[str, ...]:
+    ok = isinstance(asked, Iterable) and not isinstance(asked, str | bytes | Mapping)
+    check_type(ok, "remat.policy", argument, "names, e.g. ('fc1',)", repr(asked))
+    asked = tuple(asked)
+    for name in asked:
+        check_type(isinstance(name, str), "remat.policy", argument, "names", repr(name))
+    return asked
+
+
+def _from_mapping(places: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """(save, offload) of a dictionary of names to places."""
+    for name, place in places.items():
+        check_value(place in _PLACES, "remat.policy", f"save[{name!r}]", " or ".join(map(repr, _PLACES)), repr(place))
+        if place == "remat":
+            check_type(isinstance(name, str), "remat.policy", "save", "names", repr(name))
+    saved, offloaded = ([n for n, place in places.items() if place == wanted] for wanted in _PLACES[1:])
+    return saved, offloaded
+
+
+def _check_known(argument: str, name: str, extra: tuple[str, ...]) -> None:
+    if name in known.NAMES or name in extra or any(name in (f"{e}_input", f"{e}_kernel") for e in extra):
+        return
+    near = difflib.get_close_matches(name, (*known.NAMES, *extra), n=1)
+    expected = f"a name of te.remat.NAMES ({', '.join(known.NAMES)}) or of extra_names ({', '.join(extra) or 'none'})"
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(message("remat.policy", argument, expected, f"{name!r}{hint}"))
+
+
+def _tensors(asked: Iterable[str], extra: tuple[str, ...]) -> Iterable[str]:
+    """The tensors that the names mean: one of ``extra_names`` may be a module's or a tensor's."""
+    for name in asked:
+        if name in known.UNREAD:
+            continue
+        yield known.tensor_of(name)
+        if name in extra:
+            yield f"{name}_input"
+
+
+def _bytes(x: Any) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize
