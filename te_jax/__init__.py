@@ -10,6 +10,7 @@ from te_jax import flax as flax
 from te_jax import health as health
 from te_jax import nnx as nnx
 from te_jax import ops as ops
+from te_jax import remat as remat
 from te_jax import state as state
 from te_jax.accumulate import accumulate_gradients as accumulate_gradients
 from te_jax.accumulate import quantize_kernels as quantize_kernels

@@ -23,6 +23,13 @@ reshard = jax.sharding.reshard
 get_abstract_mesh = jax.sharding.get_abstract_mesh
 
 
+def jaxlib_version() -> tuple[int, ...]:
+    """The version of jaxlib, with which XLA's compiler for CUDA comes: (0, 11, 2)."""
+    import jaxlib
+
+    return tuple(int(part) for part in jaxlib.__version__.split(".")[:3])
+
+
 def no_mesh() -> AbstractContextManager:
     """A context without a mesh."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))

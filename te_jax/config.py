@@ -6,7 +6,7 @@
 | ``TE_JAX_COMMAND_BUFFERS`` | ``1`` (default), ``0`` | XLA may capture custom calls in command buffers (CUDA graphs) |
 | ``TE_JAX_GEMM_ALGORITHMS`` | ``timed`` (default), ``first`` | how the algorithm of a GEMM is chosen on CUDA |
 | ``TE_JAX_GEMM_ALGORITHMS_FILE`` | a path | choices are taken from this file, and written to it at exit |
-| ``XLA_FLAGS`` | XLA's | only looked at, to say which setting of determinism a run had |
+| ``XLA_FLAGS`` | XLA's | only looked at: which setting of determinism a run has, whether copies to the host can hide |
 
 The three before it are read once, when the CUDA targets are registered; ``te_jax/primitives/gemm_algorithms.py`` says
 more.
@@ -68,10 +68,15 @@ def gemm_algorithms_file() -> str | None:
     return os.environ.get("TE_JAX_GEMM_ALGORITHMS_FILE", "").strip() or None
 
 
+def xla_flags() -> dict[str, str]:
+    """The flags in XLA_FLAGS, {name: value}."""
+    pairs = (flag.lstrip("-").partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
+    return {name: value for name, _, value in pairs}
+
+
 def xla_flags_of_determinism() -> dict[str, str]:
     """The flags in XLA_FLAGS, {name: value}, that say how XLA chooses algorithms or whether they may be random."""
-    pairs = (flag.lstrip("-").partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
-    return {name: value for name, _, value in pairs if "autotun" in name or "determinis" in name}
+    return {name: value for name, value in xla_flags().items() if "autotun" in name or "determinis" in name}
 
 
 def describe() -> dict[str, object]:

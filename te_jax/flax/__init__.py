@@ -5,6 +5,7 @@ from te_jax.flax.dense import Dense, DenseGeneral, LayerNormDense
 from te_jax.flax.grouped import GroupedDense
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.rotary import apply_rotary
+from te_jax.flax.stack import LayerStack
 from te_jax.flax.train_state import TrainState
 from te_jax.flax.transformer import TransformerLayer
 
@@ -14,6 +15,7 @@ __all__ = [
     "GroupedDense",
     "LayerNormDense",
     "LayerNormMLP",
+    "LayerStack",
     "MultiHeadAttention",
     "TrainState",
     "TransformerLayer",

@@ -268,7 +268,7 @@ def forward(
 
 
 def _named(ctx: ForwardContext, q: QTensor, tensor: str, *, data: str) -> QTensor:
-    """q, with names on what the backward pass reads of it: one of its two layouts (``data``), and the scales of that."""
+    """q, with names on what the backward pass reads of it: one of its two layouts, ``data``, and its scales."""
     scale = "scale_inv_t" if data == "data_t" and q.scaling != "tensor" else "scale_inv"
     fields = {data: ctx.named(getattr(q, data), tensor), scale: ctx.named(getattr(q, scale), f"{tensor}_scale")}
     return dataclasses.replace(q, **fields)

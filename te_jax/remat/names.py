@@ -57,10 +57,11 @@ def named(x: T, module: str, tensor: str) -> T:
 
 
 def name(x: T, name: str) -> T:
-    """x (an array, or a tree of them) under a name that policies choose by, for what is no op: a router in plain Flax, a function between chains.
+    """x (an array, or a tree of them) under a name that policies choose by.
 
-    ``te.remat.name(x, "router_fc1")`` names the input of a module, ``te.remat.name(x, "router_fc1_input")`` is the same.
-    Use the result in the place of x: what is computed from x itself isn't recomputed from a tensor that was saved.
+    For what is no op: a router in plain Flax, a function between chains. A module's name is that of its input:
+    ``te.remat.name(x, "router_fc1")``. Use the result in the place of x: what is computed from x itself isn't
+    recomputed from a tensor that was saved.
     """
     check_value(isinstance(name, str) and name != "", "remat.name", "name", "a name", repr(name))
     return checkpoint_name(x, tensor_of(name))

@@ -1,28 +1,64 @@
-"""Where offloaded tensors go, and whether this process can put them there without waiting."""
+"""Whether a program can offload, and whether the copies of what it offloads hide under its compute."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import contextvars
+import warnings
+from collections.abc import Generator
 
 import jax
 
+from te_jax import config
 from te_jax.errors import check_value
 
 PINNED = "pinned_host"
+PIPELINING = "xla_gpu_enable_pipelined_host_offloading"
+
+_hiding: contextvars.ContextVar[bool] = contextvars.ContextVar("te_jax_hiding", default=False)
 
 
-def pinned_memory() -> tuple[bool, tuple[str, ...]]:
-    """Whether the default device can reach pinned host memory, and the kinds of memory it can reach."""
-    kinds = tuple(sorted(memory.kind for memory in jax.local_devices()[0].addressable_memories()))
-    return PINNED in kinds, kinds
+class ExposedCopiesWarning(UserWarning):
+    """A program offloads, but is not compiled with the options that let its copies hide under compute."""
+
+
+@contextlib.contextmanager
+def hiding() -> Generator[None]:
+    """Programs that are traced inside are compiled with ``te.remat.compiler_options()``: they don't warn."""
+    token = _hiding.set(True)
+    try:
+        yield
+    finally:
+        _hiding.reset(token)
+
+
+def memory_kinds() -> tuple[str, ...]:
+    """The kinds of memory that the default device reaches."""
+    return tuple(sorted(memory.kind for memory in jax.local_devices()[0].addressable_memories()))
 
 
 def check_pinned_memory() -> None:
     """Raises ValueError where tensors can't be offloaded."""
-    ok, kinds = pinned_memory()
-    expected = f"a device with {PINNED} memory"
-    check_value(ok, "remat.policy", "offload", expected, f"{jax.default_backend()} with {', '.join(kinds) or 'none'}")
+    kinds = memory_kinds()
+    got = f"{jax.default_backend()} with {', '.join(kinds) or 'none'}"
+    check_value(PINNED in kinds, "remat.policy", "offload", f"a device that reaches {PINNED} memory", got)
 
 
-def warn_unless_hidden(policy: Any) -> None:
-    pass
+def why_exposed() -> str | None:
+    """Why copies of programs that are traced now don't hide under compute; None if they do, or can't be seen."""
+    if _hiding.get() or jax.default_backend() != "gpu":  # elsewhere nothing is copied
+        return None
+    if config.xla_flags().get(PIPELINING, "").lower() in ("true", "1"):
+        return None
+    return "it is not compiled with te.remat.compiler_options()"
+
+
+def warn_if_exposed(tensor: str) -> None:
+    """Warns where a tensor is offloaded in a program that will wait for it."""
+    if (reason := why_exposed()) is not None:
+        text = (
+            f"te_jax.remat: {tensor} is offloaded, but its copies won't hide under compute: {reason}. Compile with "
+            "te.remat.jit in the place of jax.jit, or with XLA_FLAGS (te.remat.xla_flags()); if the program has the "
+            "options in another way, trace it inside of te.remat.hiding()"
+        )
+        warnings.warn(text, ExposedCopiesWarning, stacklevel=2)

@@ -39,7 +39,7 @@ class Policy:
             return _of_jax((), ())(primitive, *types, **params)
         if tensor in self.offload and _bytes(types[0]) >= self.min_bytes:
             placement.check_pinned_memory()
-            placement.warn_unless_hidden(self)
+            placement.warn_if_exposed(tensor)
             return _of_jax((), (tensor,))(primitive, *types, **params)
         kept = self.save | self.offload
         keeps = tensor in kept or known.are_stats(tensor) or any(tensor == known.scale_of(of) for of in kept)
