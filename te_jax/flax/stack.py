@@ -13,7 +13,7 @@ from te_jax.quant.state import COLLECTION, KERNELS
 from te_jax.remat import Policy
 from te_jax.run_variables import NEXT
 
-_STACKED = dict.fromkeys(("params", COLLECTION, KERNELS, HEALTH, NEXT), 0)
+_STACKED: dict[Any, Any] = dict.fromkeys(("params", COLLECTION, KERNELS, HEALTH, NEXT), 0)
 
 
 class LayerStack(nn.Module):
@@ -44,6 +44,6 @@ class LayerStack(nn.Module):
 
         if self.policy is not None:
             body = nn.remat(body, policy=self.policy, prevent_cse=False)  # the loop itself keeps XLA from merging
-        rngs = {"params": True, "dropout": True}
+        rngs: dict[Any, bool] = {"params": True, "dropout": True}
         layers = nn.scan(body, variable_axes=_STACKED, split_rngs=rngs, length=self.num_layers)
         return layers(self.layer.clone(parent=self, name="layers"), x)[0]

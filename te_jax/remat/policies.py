@@ -93,14 +93,14 @@ def policy(
     for argument, asked in (("save", saved), ("offload", offloaded)):
         for name in asked:
             _check_known(argument, name, extra)
-    tensors = [frozenset(_tensors(asked, extra)) for asked in (saved, offloaded)]
-    both = sorted(tensors[0] & tensors[1])
+    on_device, on_host = (frozenset(_tensors(asked, extra)) for asked in (saved, offloaded))
+    both = sorted(on_device & on_host)
     check_value(
         not both, "remat.policy", "save and offload", "each tensor in one of them", f"{', '.join(both)} in both"
     )
     ok = isinstance(min_bytes, int) and not isinstance(min_bytes, bool) and min_bytes >= 0
     check_value(ok, "remat.policy", "min_bytes", "a number of bytes", repr(min_bytes))
-    return Policy(*tensors, min_bytes)
+    return Policy(on_device, on_host, min_bytes)
 
 
 def _names(argument: str, asked: Any) -> tuple[str, ...]:
