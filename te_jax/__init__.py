@@ -28,9 +28,38 @@ from te_jax.sequential import Sequential as Sequential
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "BlockScaling",
+    "ChainModule",
+    "CurrentScaling",
+    "DelayedScaling",
+    "FusionPlan",
+    "QTensor",
+    "Recipe",
+    "Sequential",
+    "TrainState",
+    "accumulate_gradients",
+    "checkpoint",
+    "dequantize_params",
+    "flax",
+    "health",
+    "interop",
+    "nnx",
+    "ops",
+    "quantize_kernels",
+    "quantize_params",
+    "state",
+]
+_LAZY = ("checkpoint", "interop")
+
 
 def __getattr__(name: str):
     """``te.checkpoint``, on first use: orbax takes a while to import; ``te.interop``."""
-    if name in ("checkpoint", "interop"):
+    if name in _LAZY:
         return importlib.import_module(f"te_jax.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What users are to find: not the packages that imports leave here."""
+    return [*__all__, "__version__", "__file__", "__doc__"]

@@ -5,9 +5,15 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 
 def message(op: str, argument: str, expected: object, got: object) -> str:
@@ -33,8 +39,26 @@ def check_type(condition: bool, op: str, argument: str, expected: object, got: o
         raise TypeError(message(op, argument, expected, got))
 
 
+def check_collections(op: str, argument: str, variables: Any) -> None:
+    """Raises a ``TypeError`` unless ``variables`` is a dict of collections; says where those of other objects are."""
+    got = type(variables).__name__
+    if hasattr(variables, "params") and hasattr(variables, "opt_state"):  # Flax's TrainState and its like
+        got += ", whose .params are to be given"
+    elif any(base.__module__.startswith("flax.nnx") for base in type(variables).__mro__):
+        got += " (te.nnx.to_variables makes one of an nnx model)"
+    check_type(isinstance(variables, Mapping), op, argument, "a dict of collections", got)
+
+
 def required(value: T | None, op: str, argument: str) -> T:
     """``value``, which must be there: an optional part of a tensor or of a result that the caller has asked for."""
     if value is None:
         raise ValueError(message(op, argument, "a value", None))
     return value
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """``warnings.warn`` at the line outside of te_jax that made the call, however deep inside this is said."""
+    level, frame = 2, sys._getframe(1)  # Python 3.11 has no skip_file_prefixes
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax.arguments import split_arrays
-from te_jax.errors import check_type, check_value
+from te_jax.errors import check_collections, check_type, check_value
 from te_jax.fusion import inference
 from te_jax.quant.state import KERNELS
 
@@ -42,8 +42,8 @@ def quantize_params(module: nn.Module, variables: Variables, *args: Any, **kwarg
     """
     op = "quantize_params"
     check_type(isinstance(module, nn.Module), op, "module", "a flax.linen module", type(module).__name__)
-    ok = isinstance(variables, Mapping) and "params" in variables
-    check_type(ok, op, "variables", "a dict of collections with 'params'", type(variables).__name__)
+    check_collections(op, "variables", variables)
+    check_value("params" in variables, op, "variables", "a 'params' collection", sorted(variables))
     rest = {name: value for name, value in variables.items() if name != KERNELS}
     kwargs = {name: value for name, value in kwargs.items() if name != "mutable"}
     given, rebuild = split_arrays((args, kwargs))

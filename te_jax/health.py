@@ -14,7 +14,6 @@ import collections
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from flax.core.scope import DenyList
 from jax import Array
 
 from te_jax.arguments import split_arrays
-from te_jax.errors import check_type, check_value
+from te_jax.errors import check_collections, check_type, check_value, warn
 from te_jax.fusion.probe import making
 from te_jax.quant.format import format_of
 from te_jax.quant.health import COLLECTION, Report, TensorHealth, report
@@ -68,7 +67,7 @@ def instrument(module: nn.Module, variables: Variables, *args: Any, **kwargs: An
     """
     op = "health.instrument"
     check_type(isinstance(module, nn.Module), op, "module", "a flax.linen module", type(module).__name__)
-    check_type(isinstance(variables, Mapping), op, "variables", "a dict of collections", type(variables).__name__)
+    check_collections(op, "variables", variables)
     rest = {name: value for name, value in variables.items() if name != COLLECTION}
     kwargs = {name: value for name, value in kwargs.items() if name != "mutable"}
     given, rebuild = split_arrays((rest, args, kwargs))
@@ -95,7 +94,7 @@ def measure(loss_fn: Callable[..., Array], variables: Variables, *batch: Any) ->
       ValueError: ``variables`` has no collection from ``instrument``.
     """
     op = "health.measure"
-    check_type(isinstance(variables, Mapping), op, "variables", "a dict of collections", type(variables).__name__)
+    check_collections(op, "variables", variables)
     expected = f"a collection {COLLECTION!r} (te.health.instrument)"
     check_value(COLLECTION in variables, op, "variables", expected, f"collections {sorted(variables)}")
     rest = {name: value for name, value in variables.items() if name not in (COLLECTION, KERNELS)}
@@ -234,6 +233,7 @@ class Callback:
 
     def sample(self, step: int, variables: Variables, batch: Any) -> Report:
         """Measures now, whatever the step."""
+        check_collections("health.Callback", "variables", variables)
         measured = self._measure({**variables, **self._probe}, batch)
         made = report({COLLECTION: jax.device_get(measured)})
         if self.write is not None:
@@ -263,4 +263,4 @@ def _is_gradient(name: str) -> bool:
 
 
 def _warn(flags: list[Flag]) -> None:
-    warnings.warn("te_jax.health: " + "; ".join(map(str, flags)), stacklevel=4)
+    warn("te_jax.health: " + "; ".join(map(str, flags)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -36,8 +37,8 @@ class ChainModule(RunVariables, kw_only=True):
       forward_rules, backward_rules: the fusion rules, tried in order; () fuses nothing.
     """
 
-    forward_rules: tuple[Rule, ...] = FORWARD_RULES
-    backward_rules: tuple[Rule, ...] = BACKWARD_RULES
+    forward_rules: tuple[Rule, ...] = dataclasses.field(default=FORWARD_RULES, repr=False)  # dozens of lines
+    backward_rules: tuple[Rule, ...] = dataclasses.field(default=BACKWARD_RULES, repr=False)
 
     def chain(self) -> Sequence[Op | nn.Module | Callable[[Array], Array] | Sequence]:
         """The ops, in order. A Flax module or a function of one array runs as it is, and ends a fusion window.

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -422,5 +424,26 @@ def test_errors():
         te.health.Callback(mean_square(module), probe, every=0)
     with pytest.raises(ValueError, match="same number of rows"):
         te.health.Callback(lambda v, b: 0.0, probe, rows=2).sample(0, variables, (x, x[:3]))
-    with pytest.warns(UserWarning, match="a/x: growth 9"):
-        te.health._warn([te.health.Flag(3, "a/x", "growth", 9.0, 8.0)])
+    state = te.TrainState.create(apply_fn=module.apply, params=variables, tx=optax.sgd(1.0))
+    for call in (lambda: te.health.Callback(mean_square(module), probe)(0, state, x), lambda: te.state.report(state)):
+        with pytest.raises(
+            TypeError, match=r"expected a dict of collections, got TrainState, whose \.params are to be"
+        ):
+            call()
+    model = te.nnx.Dense(K, N, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"got Dense \(te\.nnx\.to_variables makes one of an nnx model\)"):
+        te.state.report(model)
+
+
+def test_a_warning_points_at_the_line_of_the_user():
+    module = te.flax.Dense(N, recipe=te.CurrentScaling())
+    x = jax.random.normal(jax.random.key(0), (ROWS, K))
+    variables = module.init(jax.random.key(1), x)
+    probe = te.health.instrument(module, variables, x)
+    monitor = te.health.Monitor(te.health.Limits(growth=0.5))
+    callback = te.health.Callback(mean_square(module), probe, monitor=monitor)
+    callback(0, variables, x)
+    for call in (callback.sample, callback):
+        with pytest.warns(UserWarning, match="step 0: kernel: growth 1, limit 0.5") as warned:
+            call(0, variables, x)
+        assert {each.filename for each in warned} == {__file__}

@@ -1,7 +1,9 @@
 """What users do wrong with chains and modules, and unusual settings of jax: a clear error, or the right value."""
 
 import dataclasses
+import pathlib
 import pickle
+import re
 
 import flax.linen as nn
 import jax
@@ -132,6 +134,22 @@ def test_a_module_is_hashable_and_reads_a_generator_once():
         assert set(module.init(jax.random.key(0), X)["params"]) == {"ops_0", "ops_1"}
     apply = jax.jit(lambda m, v: m.apply(v, X), static_argnums=0)
     assert apply(module, module.init(jax.random.key(0), X)).shape == X.shape
+
+
+def test_what_is_printed_is_short():
+    module = te.flax.LayerNormMLP(features=32, hidden_features=64, recipe=te.DelayedScaling())
+    assert len(repr(module)) < 800
+    assert "hidden_features = 64" in repr(module)
+    assert "Rule(" not in repr(module)
+    assert module != module.clone(forward_rules=())  # what isn't printed counts all the same
+
+
+def test_names_of_the_package():
+    public = [name for name in dir(te) if not name.startswith("_")]
+    assert public == sorted(set(te.__all__))
+    assert all(hasattr(te, name) for name in public)
+    readme = pathlib.Path(__file__).parents[1].joinpath("README.md").read_text()
+    assert set(re.findall(r"\bte\.([A-Za-z]\w*)", readme)) <= set(public)
 
 
 def test_rules_can_be_pickled():

@@ -57,21 +57,21 @@ def make(recipe: Recipe | None, items: Mapping[str, Any]) -> dict[str, Any]:
     return {**document, "crc32": _crc32(document)}
 
 
-def read(folder: epath.Path) -> dict[str, Any]:
+def read(folder: epath.Path, op: str = "checkpoint.restore") -> dict[str, Any]:
     """The document of a complete step folder, in the present format version.
 
     Raises:
       ValueError: there is no such folder, it is not complete, it is damaged, or a newer version of te_jax wrote it.
     """
     why = why_incomplete(folder)
-    check_value(why is None, "checkpoint.restore", "step", f"a complete checkpoint at {folder}", why)
+    check_value(why is None, op, "step", f"a complete checkpoint at {folder}", why)
     path = folder / DOCUMENT / "metadata"
     document = json.loads(path.read_text())
-    present = versions.upgrade(document, folder)
+    present = versions.upgrade(document, folder, op)
     if document["format_version"] >= 2:
         crc32 = _crc32({name: value for name, value in document.items() if name != "crc32"})
         got = f"{document.get('crc32')} in it: it is damaged"
-        check_value(document.get("crc32") == crc32, "checkpoint.restore", str(path), f"its CRC-32 {crc32}", got)
+        check_value(document.get("crc32") == crc32, op, str(path), f"its CRC-32 {crc32}", got)
     return present
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import warnings
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from te_jax.checkpoint import document, reading, recipes, trees
-from te_jax.errors import check_type, check_value, message
+from te_jax.errors import check_collections, check_type, check_value, message, warn
 from te_jax.primitives import gemm_algorithms
 from te_jax.quant import state
 from te_jax.recipe import DelayedScaling, Recipe
@@ -83,13 +82,15 @@ class Manager:
           extras: a tree of arrays and numbers, such as the data position and random keys.
 
         Raises:
-          ValueError: the step is already saved, an array is empty, or a name contains ".", which orbax would confuse.
+          ValueError: the step is already saved, the FP8 state is not that of the recipe, an array is empty, or a name
+            contains ".", which orbax would confuse.
           TypeError: a leaf is neither an array that orbax can store nor a number.
         """
         op = "checkpoint.save"
-        check_type(isinstance(variables, Mapping), op, "variables", "a dict of collections", type(variables).__name__)
+        check_collections(op, "variables", variables)
         step = _checked_step(op, step)
         check_value("params" in variables, op, "variables", "a 'params' collection", sorted(variables))
+        recipes.check_state(op, state.split(variables)[1], self._recipe)
         self.wait()  # an earlier save: so that all processes see the same steps
         check_value(step not in self.all_steps(), op, "step", "a step that is not saved yet", step)
         items = {name: trees.storable(op, name, tree) for name, tree in _items(variables, opt_state, extras).items()}
@@ -147,7 +148,7 @@ class Manager:
         if changed:
             old = loaded.get("fp8_state", {})
             loaded["fp8_state"] = recipes.migrate_state(old, stored, self._recipe, state_like)
-            warnings.warn(recipes.announcement(stored, self._recipe, folder), stacklevel=2)
+            warn(recipes.announcement(stored, self._recipe, folder))
 
         algorithms = described["gemm_algorithms"]
         if algorithms.get("devices"):  # so that a run on CUDA goes on with the same algorithms
@@ -161,12 +162,12 @@ class Manager:
             if name in described["items"]:
                 expected = f"a target for what {folder} stores ({name}=...)"
                 got = f"None: {name} is not restored"
-                warnings.warn(message("checkpoint.restore", name, expected, got), stacklevel=2)
+                warn(message("checkpoint.restore", name, expected, got))
         return Restored(step, restored, out.get("opt_state", opt_state), out.get("extras", extras))
 
     def describe(self, step: int | None = None) -> dict[str, Any]:
         """The document of a step (the latest if None), as JSON: recipe, determinism, what wrote it, ..."""
-        return document.read(self._directory / str(self._step(step)))
+        return document.read(self._directory / str(self._step(step)), "checkpoint.describe")
 
     def latest_step(self) -> int | None:
         """The newest complete step, None if there is none."""

@@ -34,10 +34,10 @@ def restore_params(
     """
     op = "checkpoint.restore_params"
     folder = _folder(op, directory, step)
-    described = document.read(folder)
+    described = document.read(folder, op)
     check_value("params" in described["items"], op, "params", f"a stored item in {folder}", described["items"])
-    wanted = _targets(op, reading.metadata(folder, "params"), trees.abstract(like), dequantize, ())
-    out = trees.restored(reading.read(folder, described, {"params": wanted})["params"], wanted)
+    wanted = _targets(op, reading.metadata(folder, "params", op), trees.abstract(like), dequantize, ())
+    out = trees.restored(reading.read(folder, described, {"params": wanted}, op)["params"], wanted)
     if not dequantize:
         return out
     shardings = jax.tree.map(lambda leaf: leaf.sharding, trees.abstract(like))
@@ -57,7 +57,7 @@ def _targets(op: str, stored: Any, like: Any, dequantize: bool, path: tuple[str,
     """``like``, with what is stored in the place of kernels that are to be dequantized."""
     if not isinstance(stored, dict):
         return like
-    if inference.is_quantized(stored) and not isinstance(like, dict):
+    if inference.is_quantized(stored) and isinstance(like, jax.ShapeDtypeStruct):  # a QTensor is as it is stored
         expected = f"{like.dtype}{list(like.shape)} (or dequantize=True)"
         got = f"a kernel in FP8 with its scale, {sorted(stored)}"
         check_value(dequantize, op, "/".join(("params", *path)), expected, got)

@@ -15,8 +15,9 @@ from te_jax.checkpoint.checksums import checksums
 from te_jax.errors import check_value, message
 from te_jax.recipe import DelayedScaling, Recipe
 
-_OP = "checkpoint.restore"
+RESTORE = "checkpoint.restore"
 _HINT = "for a model of another recipe than the checkpoint's: restore(..., recipe=<the model's>, migrate=True)"
+_PARAMS = "te.checkpoint.restore_params(directory, variables['params'])"
 
 logger = logging.getLogger("te_jax.checkpoint")
 
@@ -35,13 +36,14 @@ def plan_migration(
     """
     for recipe, items, where in ((stored, described["items"], str(folder)), (model, wanted, "the target")):
         ok = isinstance(recipe, DelayedScaling) or "fp8_state" not in items
-        check_value(ok, _OP, "fp8_state", f"none in {where} with recipe {recipe!r}", "some, which can't be migrated")
+        expected = f"none in {where} with recipe {recipe!r}"
+        check_value(ok, RESTORE, "fp8_state", expected, "some, which can't be migrated")
     if isinstance(stored, DelayedScaling) and isinstance(model, DelayedScaling):
         if "fp8_state" in wanted:
             wanted["fp8_state"] = recipes.stored_like(wanted["fp8_state"], stored)
     elif isinstance(model, DelayedScaling):
         expected = f"the FP8 state of the model, whose recipe is {model!r}"
-        check_value("fp8_state" in wanted, _OP, "variables", expected, "none")
+        check_value("fp8_state" in wanted, RESTORE, "variables", expected, "none")
         del wanted["fp8_state"]  # created, not read
 
 
@@ -56,21 +58,32 @@ def check_items(wanted: Mapping[str, Any], described: Mapping[str, Any], folder:
         present, asked = name in items, name in wanted
         expected, got = (f"{'some' if has else 'none'} in" for has in (present, asked))
         ok = present == asked or (dropped and name == "fp8_state" and not asked)
-        hint = f" ({_HINT})" if name == "fp8_state" else ""
-        check_value(ok, _OP, name, f"{expected} {folder}", f"{got} the target{hint}")
+        hint = "" if name != "fp8_state" else f" ({_hint_at_state(present, described)})"
+        check_value(ok, RESTORE, name, f"{expected} {folder}", f"{got} the target{hint}")
     for name in wanted:
         got = f"no such item in {folder}, which has {items}"
-        check_value(name in items, _OP, name, "a stored item", got)
+        check_value(name in items, RESTORE, name, "a stored item", got)
 
 
-def read(folder: epath.Path, described: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _hint_at_state(stored: bool, described: Mapping[str, Any]) -> str:
+    """What to do about FP8 state that is only stored, or only wanted."""
+    if stored:
+        return f"{_HINT}; for parameters alone: {_PARAMS}"
+    if described["recipe"] is None:
+        return _HINT
+    return f"its parameters alone were saved: {_PARAMS} reads them, and the model's init makes new FP8 state"
+
+
+def read(
+    folder: epath.Path, described: Mapping[str, Any], wanted: Mapping[str, Any], op: str = RESTORE
+) -> dict[str, Any]:
     """The items that are wanted, onto the shapes, dtypes and shardings that they have there.
 
     Raises:
       ValueError: names, shapes or dtypes differ, or an item can't be read or is not what was saved.
     """
     for name, tree in wanted.items():
-        trees.check_matches(name, metadata(folder, name), tree, _HINT if name == "fp8_state" else "")
+        trees.check_matches(op, name, metadata(folder, name, op), tree, _HINT if name == "fp8_state" else "")
     # Orbax warns of items without a handler.
     handlers: dict[str, Any] = {document.DOCUMENT: ocp.JsonCheckpointHandler()}
     handlers |= {name: ocp.StandardCheckpointHandler() for name in wanted}
@@ -79,10 +92,10 @@ def read(folder: epath.Path, described: Mapping[str, Any], wanted: Mapping[str, 
             loaded = _restore(reader, folder, wanted)
         except Exception as error:  # whatever orbax or tensorstore raises of a damaged file, often without its name
             bad = [name for name, tree in wanted.items() if _fails(reader, folder, name, tree)] or list(wanted)
-            raise _damaged(folder, " and ".join(bad), error) from error
+            raise _damaged(op, folder, " and ".join(bad), error) from error
     for name, tree in loaded.items():
-        trees.check_concrete(name, tree)
-        _check_sums(name, described["checksums"].get(name), tree, folder)
+        trees.check_concrete(op, name, tree)
+        _check_sums(op, name, described["checksums"].get(name), tree, folder)
     return loaded
 
 
@@ -103,27 +116,27 @@ def _fails(reader: ocp.Checkpointer, folder: epath.Path, name: str, tree: Any) -
     return False
 
 
-def metadata(folder: epath.Path, name: str) -> Any:
+def metadata(folder: epath.Path, name: str, op: str = RESTORE) -> Any:
     """The names, shapes and dtypes of an item."""
     try:
         return ocp.StandardCheckpointHandler().metadata(folder / name).tree
     except Exception as error:
-        raise _damaged(folder, name, error) from error
+        raise _damaged(op, folder, name, error) from error
 
 
-def _damaged(folder: epath.Path, names: str, error: Exception) -> ValueError:
+def _damaged(op: str, folder: epath.Path, names: str, error: Exception) -> ValueError:
     first = str(error).partition("\n")[0][:200]
-    return ValueError(message(_OP, names, f"what was saved in {folder}", f"{type(error).__name__}: {first}"))
+    return ValueError(message(op, names, f"what was saved in {folder}", f"{type(error).__name__}: {first}"))
 
 
-def _check_sums(item: str, stored: Mapping[str, str] | None, tree: Any, folder: epath.Path) -> None:
+def _check_sums(op: str, item: str, stored: Mapping[str, str] | None, tree: Any, folder: epath.Path) -> None:
     """Raises a ValueError that names the leaves whose bits are not those that were saved."""
     if stored is None:  # written by format version 1
         logger.info("te_jax.checkpoint: %s/%s has no checksums to compare", folder, item)
         return
     found = checksums(tree)
     wrong = [
-        message(_OP, f"{item}/{name}", f"checksum {stored.get(name)} (saved in {folder})", f"{found[name]}: damaged")
+        message(op, f"{item}/{name}", f"checksum {stored.get(name)} (saved in {folder})", f"{found[name]}: damaged")
         for name in sorted(found)
         if found[name] != stored.get(name)
     ]

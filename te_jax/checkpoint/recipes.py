@@ -62,6 +62,27 @@ def check_same(stored: Recipe | None, model: Recipe | None, where: Any) -> None:
     raise ValueError(message("checkpoint.restore", "recipe", expected, f"{model!r} for the model ({hint})"))
 
 
+def check_state(op: str, fp8: Mapping[str, Any], recipe: Recipe | None) -> None:
+    """Raises a ValueError that names both unless the state is one of that recipe: what is saved has to restore."""
+    runs = jax.tree_util.tree_leaves_with_path(fp8, is_leaf=is_run)
+    if not isinstance(recipe, DelayedScaling):
+        got = "FP8 state, which a model of another recipe has made"
+        check_value(
+            not runs, op, "recipe", "the recipe of the variables, DelayedScaling(...)", f"{recipe!r} with {got}"
+        )
+        return
+    got = "none (parameters alone are saved with recipe=None)"
+    check_value(bool(runs), op, "variables", f"the FP8 state of {recipe!r}", got)
+    lengths = {}
+    for path, run in runs:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        check_value(is_run(run), op, name, f"leaves {sorted(state.LEAVES)}", type(run).__name__)
+        lengths.setdefault(run["amax_history"].shape[-1], name)
+    found = " or ".join(f"{length} (as {name} has)" for length, name in lengths.items())
+    expected = f"the recipe of the variables, with amax_history_len {found}"
+    check_value(recipe.amax_history_len in lengths, op, "recipe", expected, repr(recipe))
+
+
 def announcement(stored: Recipe | None, model: Recipe | None, where: Any) -> str:
     """What a restore that migrated says."""
     pair = f"{where} was trained with {stored!r}, the model has {model!r}"
@@ -113,15 +134,15 @@ def migrate_state(
     structure = jax.tree.structure(like, is_leaf=is_run)
     if not isinstance(stored, DelayedScaling):
         return jax.tree.unflatten(structure, [_created(run) for run in new.values()])
-    names = f"the quantizers of the model, {sorted(new)}"
-    check_value(old.keys() == new.keys(), _OP, "fp8", names, f"those of the checkpoint, {sorted(old)}")
+    names = f"the quantizers of the checkpoint, {sorted(old)}"
+    check_value(old.keys() == new.keys(), _OP, "like", names, f"those of the model, {sorted(new)}")
     reset = any(getattr(stored, field) != getattr(model, field) for field in _OF_SCALES)
     converted = []
     for path, leaves in old.items():  # in the order of `new`: both are flattened with sorted keys
         for name, leaf in leaves.items():
             cut = -1 if name == "amax_history" else None
-            expected, got = (f"{x.dtype}{list(x.shape[:cut])}" for x in (new[path][name], leaf))
-            check_value(expected == got, _OP, f"{path}/{name}", f"{expected} (model)", f"{got} (checkpoint)")
+            expected, got = (f"{x.dtype}{list(x.shape[:cut])}" for x in (leaf, new[path][name]))
+            check_value(expected == got, _OP, f"{path}/{name}", f"{expected} (checkpoint)", f"{got} (model)")
         converted.append(_resized(leaves, new[path], model, reset))
     return jax.tree.unflatten(structure, converted)
 

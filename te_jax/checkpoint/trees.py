@@ -93,7 +93,7 @@ def restored(tree: Any, target: Any) -> Any:
     return jax.tree.map(convert, tree, target)
 
 
-def check_matches(item: str, metadata: Any, target: Any, hint: str = "") -> None:
+def check_matches(op: str, item: str, metadata: Any, target: Any, hint: str = "") -> None:
     """Raises a ValueError naming each leaf where the stored item and the target differ in name, shape or dtype.
 
     Args:
@@ -101,21 +101,17 @@ def check_matches(item: str, metadata: Any, target: Any, hint: str = "") -> None
     """
     stored, wanted = named_leaves(metadata), named_leaves(target)
     problems = [
-        message(
-            "checkpoint.restore", f"{item}/{name}", f"{_describe(stored[name])} (checkpoint)", "no such leaf (target)"
-        )
+        message(op, f"{item}/{name}", f"{_describe(stored[name])} (checkpoint)", "no such leaf (target)")
         for name in stored.keys() - wanted.keys()
     ]
     problems += [
-        message(
-            "checkpoint.restore", f"{item}/{name}", "no such leaf (checkpoint)", f"{_describe(wanted[name])} (target)"
-        )
+        message(op, f"{item}/{name}", "no such leaf (checkpoint)", f"{_describe(wanted[name])} (target)")
         for name in wanted.keys() - stored.keys()
     ]
     for name in stored.keys() & wanted.keys():
         have, want = _describe(stored[name]), _describe(wanted[name])
         if have != want:
-            problems.append(message("checkpoint.restore", f"{item}/{name}", f"{have} (checkpoint)", f"{want} (target)"))
+            problems.append(message(op, f"{item}/{name}", f"{have} (checkpoint)", f"{want} (target)"))
     check_none(sorted(problems), hint)
 
 
@@ -126,11 +122,11 @@ def check_none(problems: list[str], hint: str = "") -> None:
         raise ValueError("\n".join(problems[:_SHOWN] + more + ([hint] if hint else [])))
 
 
-def check_concrete(item: str, tree: Any) -> None:
+def check_concrete(op: str, item: str, tree: Any) -> None:
     """Raises unless every leaf is there: orbax has placeholders for some that it doesn't find."""
     for name, leaf in named_leaves(tree).items():
         if isinstance(leaf, jax.ShapeDtypeStruct) or leaf is ...:
-            raise RuntimeError(message("checkpoint.restore", f"{item}/{name}", "an array", repr(leaf)))
+            raise RuntimeError(message(op, f"{item}/{name}", "an array", repr(leaf)))
 
 
 def _describe(leaf: Any) -> str:

@@ -34,7 +34,7 @@ def is_newer(document: Any) -> bool:
     return type(version) is int and version > FORMAT_VERSION
 
 
-def upgrade(document: Document, where: Any) -> Document:
+def upgrade(document: Document, where: Any, op: str = "checkpoint.restore") -> Document:
     """The document in the present version.
 
     Raises:
@@ -44,7 +44,7 @@ def upgrade(document: Document, where: Any) -> Document:
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         got = f"{version!r}" + (": written by a newer te_jax, which can read it" if is_newer(document) else "")
         known = f"1 to {FORMAT_VERSION}"
-        raise ValueError(message("checkpoint.restore", f"format version of {where}", known, got))
+        raise ValueError(message(op, f"format version of {where}", known, got))
     for past in range(version, FORMAT_VERSION):
         document = {**MIGRATIONS[past](document), "format_version": past + 1}
     return document

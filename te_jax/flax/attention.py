@@ -11,6 +11,7 @@ from flax.typing import Dtype, Initializer
 from jax import Array
 
 from te_jax import ops
+from te_jax.errors import check_value
 from te_jax.flax.core_attention import core_attention, why_not_cudnn
 from te_jax.flax.dense import default_bias_init, default_kernel_init
 from te_jax.flax.layers import check_array, norm_op
@@ -138,30 +139,21 @@ class MultiHeadAttention(nn.Module):
     @nn.nowrap
     def _head_shapes(self, x: jax.ShapeDtypeStruct | Array) -> tuple[int, int, int]:
         """Checked (H, G, D)."""
-        check_array("MultiHeadAttention", x)
-        if x.ndim not in (2, 3):
-            raise ValueError(f"MultiHeadAttention: x: expected [B, T, C] or [T, C], got shape {x.shape}")
+        name = "MultiHeadAttention"
+        check_array(name, x)
+        check_value(x.ndim in (2, 3), name, "x", "[B, T, C] or [T, C]", f"shape {x.shape}")
         heads = self.num_heads
         kv_heads = heads if self.num_kv_heads is None else self.num_kv_heads
-        if not isinstance(heads, int) or heads <= 0:
-            raise ValueError(f"MultiHeadAttention: num_heads: expected a positive int, got {heads!r}")
-        if not isinstance(kv_heads, int) or kv_heads <= 0 or heads % kv_heads:
-            raise ValueError(
-                f"MultiHeadAttention: num_kv_heads: expected a divisor of num_heads={heads}, got {self.num_kv_heads}"
-            )
-        if self.head_dim is None and x.shape[-1] % heads:
-            raise ValueError(
-                f"MultiHeadAttention: num_heads: expected a divisor of x.shape[-1]={x.shape[-1]} "
-                f"(or head_dim given), got {heads}"
-            )
+        check_value(isinstance(heads, int) and heads > 0, name, "num_heads", "a positive int", repr(heads))
+        ok = isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads == 0
+        check_value(ok, name, "num_kv_heads", f"a divisor of num_heads={heads}", self.num_kv_heads)
+        ok = self.head_dim is not None or x.shape[-1] % heads == 0
+        check_value(ok, name, "num_heads", f"a divisor of x.shape[-1]={x.shape[-1]} (or head_dim given)", heads)
         head_dim = x.shape[-1] // heads if self.head_dim is None else self.head_dim
-        if not isinstance(head_dim, int) or head_dim <= 0:
-            raise ValueError(f"MultiHeadAttention: head_dim: expected a positive int, got {head_dim!r}")
-        if self.attention_implementation not in (None, "xla", "cudnn"):
-            raise ValueError(
-                "MultiHeadAttention: attention_implementation: expected None, 'xla' or 'cudnn', "
-                f"got {self.attention_implementation!r}"
-            )
-        if self.rope and head_dim % 2:
-            raise ValueError(f"MultiHeadAttention: head_dim: expected an even number with rope=True, got {head_dim}")
+        check_value(isinstance(head_dim, int) and head_dim > 0, name, "head_dim", "a positive int", repr(head_dim))
+        asked = self.attention_implementation
+        check_value(
+            asked in (None, "xla", "cudnn"), name, "attention_implementation", "None, 'xla' or 'cudnn'", repr(asked)
+        )
+        check_value(not self.rope or head_dim % 2 == 0, name, "head_dim", "an even number with rope=True", head_dim)
         return heads, kv_heads, head_dim

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import compat
+from te_jax.errors import check_value
 from te_jax.parallel import explicit, mesh
 from te_jax.primitives import AttentionGradSpec, AttentionSpec, attention, attention_grad, support
 from te_jax.remat import names
@@ -51,8 +52,8 @@ def core_attention(
         takes them.
     """
     reason = None if implementation == "xla" else why_not_cudnn(query, key)
-    if implementation == "cudnn" and reason:
-        raise ValueError(f"core_attention: implementation='cudnn': expected what cuDNN takes, got: {reason}")
+    ok = implementation != "cudnn" or not reason
+    check_value(ok, "core_attention", "implementation='cudnn'", "what cuDNN takes", reason)
     if implementation == "xla" or reason:
         query, key, value = names.name((query, key, value), "core_attn")
         return names.name(_xla_attention(query, key, value, causal), names.CONTEXT)

@@ -209,8 +209,8 @@ class DenseGeneral(nn.Module):
         """``axis`` counted from the front, ascending."""
         asked, ndim = _as_tuple(self.axis), len(shape)
         axes = tuple(sorted(a % ndim for a in asked if -ndim <= a < ndim))  # sorted, as flax does
-        if not asked or len(axes) != len(asked) or len(set(axes)) != len(axes):
-            raise ValueError(f"DenseGeneral: axis: expected distinct axes of x {shape}, got {self.axis}")
+        ok = len(asked) > 0 and len(axes) == len(asked) == len(set(axes))
+        check_value(ok, "DenseGeneral", "axis", f"distinct axes of x {shape}", self.axis)
         return axes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from te_jax import ops
-from te_jax.errors import check_type
+from te_jax.errors import check_type, check_value
 from te_jax.ops.activation import ACTIVATIONS
 from te_jax.primitives.spec import GATED_ACTIVATIONS
 
@@ -36,5 +36,4 @@ def check_array(caller: str, x: Any) -> None:
 
 
 def _check_known(caller: str, argument: str, kind: str, known: dict) -> None:
-    if kind not in known:
-        raise ValueError(f"{caller}: {argument}: expected one of {sorted(known)}, got {kind!r}")
+    check_value(kind in known, caller, argument, f"one of {sorted(known)}", repr(kind))

@@ -8,6 +8,7 @@ from flax.typing import Initializer
 from jax import Array
 
 from te_jax import ops
+from te_jax.errors import check_value
 from te_jax.flax.dense import default_bias_init, default_kernel_init
 from te_jax.flax.layers import activation_op, check_array, is_gated, norm_op
 from te_jax.fusion.plan import FusionPlan
@@ -68,10 +69,9 @@ class LayerNormMLP(ChainModule, kw_only=False):
         if not self.residual:
             return super().__call__(x, deterministic=deterministic)
         check_array("LayerNormMLP", x)
-        if x.shape[-1:] != (self.features,):
-            raise ValueError(
-                f"LayerNormMLP: residual=True needs features == x.shape[-1], got features={self.features}, x {x.shape}"
-            )
+        ok = x.shape[-1:] == (self.features,)
+        expected = f"shape [*lead, {self.features}]: as many features as the result, with residual=True"
+        check_value(ok, "LayerNormMLP", "x", expected, f"shape {list(x.shape)}")
         return super().__call__(x, deterministic=deterministic)
 
     def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> FusionPlan:  # type: ignore[override]

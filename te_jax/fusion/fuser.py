@@ -91,8 +91,8 @@ def _choose(
             op = str(links[at].op)
             step = BackwardOp(at, f"d-{op}") if backward else ForwardOp(at, op)
         expected = tuple(range(left - len(step.links), left)) if backward else tuple(range(at, at + len(step.links)))
-        if step.links != expected:
-            raise ValueError(f"fusion step {step.name!r}: expected it to run links {expected}, got {step.links}")
+        ok = step.links == expected
+        check_value(ok, "fusion", f"step {step.name!r}", f"it to run links {expected}", step.links)
         steps.append(step)
         left -= len(step.links)
     return tuple(steps), tuple(refusals)

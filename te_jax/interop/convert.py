@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax.errors import check_type, check_value, message
+from te_jax.errors import check_collections, check_type, check_value, message, warn
 from te_jax.fusion import probe
 from te_jax.fusion.run import Run
 from te_jax.interop import rules as mapping
@@ -43,6 +42,7 @@ def import_params(
     op, rules = "interop.import_params", {} if rules is None else rules
     mapping.check(op, rules)
     wanted, other = mapping.flatten(like), mapping.flatten(source)
+    mapping.check_used(op, wanted, rules)
     out, used = [], set()
     for name, want in wanted.items():
         found = mapping.parts(op, name, other, rules)
@@ -71,6 +71,7 @@ def export_params(params: Any, like: Any, *, rules: Rules | None = None, cast: b
     op, rules = "interop.export_params", {} if rules is None else rules
     mapping.check(op, rules)
     ours, other = mapping.flatten(params), mapping.flatten(like)
+    mapping.check_used(op, ours, rules)
     out: dict[str, Any] = {}
     for name, value in ours.items():
         out |= mapping.scatter(op, name, value, mapping.parts(op, name, other, rules), other, cast)
@@ -114,8 +115,8 @@ def import_variables(
     """
     op, rules = "interop.import_variables", {} if rules is None else rules
     check_type(isinstance(module, nn.Module), op, "module", "a flax.linen module", type(module).__name__)
-    ok = isinstance(source, Mapping) and "params" in source
-    check_type(ok, op, "source", "a dict of collections with 'params'", type(source).__name__)
+    check_collections(op, "source", source)
+    check_value("params" in source, op, "source", "a 'params' collection", sorted(source))
     with probe.finding_runs() as runs:
         like = jax.eval_shape(lambda *args: module.init(jax.random.key(0), *args, **kwargs), *args)
     others = sorted(set(like) - {"params", COLLECTION})
@@ -125,12 +126,12 @@ def import_variables(
     if COLLECTION not in like:
         if has_scales:
             got = "FP8 scales of the source, which are dropped"
-            warnings.warn(message(op, "module", "a recipe that keeps state (DelayedScaling)", got), stacklevel=2)
+            warn(message(op, "module", "a recipe that keeps state (DelayedScaling)", got))
         return {"params": params}
     state, new = _import_state(op, like[COLLECTION], source, runs, rules)
     if new:
         what = f"{new[:6]}{' ...' if len(new) > 6 else ''}, which start anew"
-        warnings.warn(message(op, "source", "FP8 scales of every linear", f"none of {what}"), stacklevel=2)
+        warn(message(op, "source", "FP8 scales of every linear", f"none of {what}"))
     return {"params": params, COLLECTION: state}
 
 

@@ -48,6 +48,13 @@ def check(op: str, rules: Any) -> None:
         check_type(isinstance(ours, str) and many, op, f"rules[{ours!r}]", "a path or a tuple of paths", repr(theirs))
 
 
+def check_used(op: str, ours: Mapping[str, Any], rules: Rules) -> None:
+    """Raises a ValueError that names each rule that no te_jax parameter is below: a path that is spelled wrong."""
+    idle = sorted(repr(key) for key in rules if not any(_is_below(name, key) for name in ours))
+    expected = f"paths of te_jax parameters, or prefixes of some; they are {_few(ours)}"
+    check_value(not idle, op, "rules", expected, f"{', '.join(idle)}, for which there is none")
+
+
 def parts(op: str, name: str, other: Mapping[str, Any], rules: Rules) -> list[Part]:
     """The parts of the te_jax parameter ``name`` in the other tree.
 
@@ -65,14 +72,27 @@ def parts(op: str, name: str, other: Mapping[str, Any], rules: Rules) -> list[Pa
 
 
 def _mapped(name: str, rules: Rules) -> list[str]:
-    keys = [key for key in rules if key == "" or name == key or name.startswith(key + "/")]
-    if not keys:
+    key = _rule_of(name, rules)
+    if key is None:
         return [name]
-    key = max(keys, key=len)
     rest = name[len(key) :].strip("/")
     value = rules[key]
     theirs: list[str] = [value] if isinstance(value, str) else list(value)
     return ["/".join(part for part in (path, rest) if part) for path in theirs]
+
+
+def _rule_of(name: str, rules: Rules) -> str | None:
+    """The rule that counts for a te_jax parameter: the longest prefix."""
+    return max((key for key in rules if _is_below(name, key)), key=len, default=None)
+
+
+def _is_below(name: str, prefix: str) -> bool:
+    return prefix == "" or name == prefix or name.startswith(prefix + "/")
+
+
+def _few(names: Any) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:8]) + (f", ... ({len(listed)} in all)" if len(listed) > 8 else "")
 
 
 def _numbers(path: str) -> list[Any]:
@@ -93,9 +113,8 @@ def gather(op: str, name: str, want: Any, found: Sequence[Part], other: Mapping[
         check_type(same, op, name, f"dtype {want.dtype} (or cast=True)", f"{dtype} of {path}")
     stacked = found[0].stacked
     layers = len(found[0].paths) if stacked else 1
-    got = [[list(other[path].shape) for path in part.paths] for part in found]
-    expected = f"shape {list(want.shape)}"
-    check_value(not stacked or want.shape[:1] == (layers,), op, name, expected, f"{layers} layers of {got[0][0]}")
+    expected, got = f"shape {list(want.shape)}", _shapes(found, other)
+    check_value(not stacked or want.shape[:1] == (layers,), op, name, expected, f"{layers} layers: {got}")
     shape = tuple(want.shape[1:] if stacked else want.shape)
     out = []
     for layer in range(layers):
@@ -103,7 +122,7 @@ def gather(op: str, name: str, want: Any, found: Sequence[Part], other: Mapping[
         pieces = [piece for piece in merged if piece is not None]
         value = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, -1) if pieces else jnp.zeros(())
         ok = len(pieces) == len(found) and value.shape == shape
-        check_value(ok, op, name, expected, f"{got} of {[part.paths for part in found]}")
+        check_value(ok, op, name, expected, got)
         out.append(value.astype(want.dtype))
     return jnp.stack(out) if stacked else out[0]
 
@@ -127,6 +146,15 @@ def _merged(value: jax.Array, shape: tuple[int, ...], is_part: bool) -> jax.Arra
     return value.reshape(*out, math.prod(sizes))
 
 
+def _shapes(found: Sequence[Part], other: Mapping[str, Any]) -> str:
+    """ "[16, 32] at a/kernel and [16, 8] at b/kernel"; of stacked layers the first, if they are all alike."""
+    paths = [part.paths for part in found]
+    alike = all(len({tuple(other[path].shape) for path in each}) == 1 for each in paths)
+    shown = [each[:1] if alike else each for each in paths]
+    text = " and ".join(f"{list(other[path].shape)} at {path}" for each in shown for path in each)
+    return text + (f" and {len(paths[0]) - 1} more layers" if alike and len(paths[0]) > 1 else "")
+
+
 def scatter(
     op: str, name: str, value: Any, found: Sequence[Part], other: Mapping[str, Any], cast: bool
 ) -> dict[str, Any]:
@@ -135,7 +163,6 @@ def scatter(
     check_type(not is_fp8(value.dtype), op, name, "a parameter in high precision (te.dequantize_params)", value.dtype)
     out: dict[str, Any] = {}
     stacked = found[0].stacked
-    got = [[list(other[path].shape) for path in part.paths] for part in found]
     for layer in range(len(found[0].paths)):
         rest = value[layer] if stacked else value
         for i, part in enumerate(found):
@@ -145,7 +172,7 @@ def scatter(
             width = rest.shape[-1] if i == len(found) - 1 and rest.ndim else math.prod(want.shape) // max(lead, 1)
             piece, rest = (rest, rest) if len(found) == 1 else (rest[..., :width], rest[..., width:])
             ok = piece.size == math.prod(want.shape) and _merged(jnp.zeros(want.shape), piece.shape, False) is not None
-            check_value(ok, op, name, f"shapes {got} of the other tree", f"shape {list(value.shape)}")
+            check_value(ok, op, name, f"as many elements as {_shapes(found, other)}", f"shape {list(value.shape)}")
             same = piece.dtype == want.dtype or (cast and jnp.issubdtype(want.dtype, jnp.floating))
             check_type(same, op, name, f"dtype {want.dtype} of {path} (or cast=True)", piece.dtype)
             out[path] = piece.reshape(want.shape).astype(want.dtype)

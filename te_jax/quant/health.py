@@ -189,9 +189,7 @@ def report(variables: Mapping[str, Any]) -> Report:
       TypeError: tracers.
     """
     op = "state.report"
-    errors.check_type(
-        isinstance(variables, Mapping), op, "variables", "a dict of collections", type(variables).__name__
-    )
+    errors.check_collections(op, "variables", variables)
     if COLLECTION in variables:
         return _measured_report(op, variables[COLLECTION])
     out: Report = {}

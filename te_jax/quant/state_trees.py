@@ -47,8 +47,7 @@ def split(variables: Mapping[str, Any]) -> tuple[Any, Any]:
     Raises:
       TypeError: `variables` is no mapping.
     """
-    ok = isinstance(variables, Mapping)
-    errors.check_type(ok, "state.split", "variables", "a dict of collections", type(variables).__name__)
+    errors.check_collections("state.split", "variables", variables)
     if _is_nnx_state(variables):
         return partition(variables)
     rest = {name: value for name, value in variables.items() if name not in (COLLECTION, KERNELS)}
@@ -62,7 +61,7 @@ def merge(rest: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
       TypeError: `rest` is no mapping.
       ValueError: `rest` has state of its own.
     """
-    errors.check_type(isinstance(rest, Mapping), "state.merge", "rest", "a dict of collections", type(rest).__name__)
+    errors.check_collections("state.merge", "rest", rest)
     if _is_nnx_state(rest):
         return unite(rest, state)
     errors.check_value(COLLECTION not in rest, "state.merge", "rest", f"no {COLLECTION!r}", sorted(rest))

@@ -277,7 +277,8 @@ def _kernel(value):
         (lambda v: v.pop("batch_stats"), r"collections: expected some in .*, got none in the target"),
         (
             lambda v: v.pop(state.COLLECTION),
-            r"fp8_state: expected some in .*, got none in the target \(for a model of another recipe .*migrate=True\)",
+            r"fp8_state: expected some in .*, got none in the target \(for a model of another recipe .*migrate=True\);"
+            r" for parameters alone: te\.checkpoint\.restore_params\(",
         ),
         (
             lambda v: v[state.COLLECTION].update(mlp=state.init(3, DelayedScaling(amax_history_len=8))),
@@ -292,6 +293,46 @@ def test_mismatches_name_the_leaf(tmp_path, change, match):
     change(variables)
     with pytest.raises(ValueError, match=r"te_jax\.checkpoint\.restore: " + match):
         checkpoint.restore(tmp_path, variables, recipe=RECIPE)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "match"),
+    [
+        (None, r"recipe: expected the recipe of the variables, DelayedScaling\(\.\.\.\), got None with FP8 state"),
+        (CurrentScaling(), r"recipe: expected the recipe of .*, got CurrentScaling\(.*\) with FP8 state"),
+        (
+            DelayedScaling(amax_history_len=8),
+            r"recipe: expected .* amax_history_len 4 \(as mlp has\), got DelayedScaling\(.*amax_history_len=8",
+        ),
+    ],
+)
+def test_a_recipe_that_is_not_that_of_the_variables_is_not_saved(tmp_path, recipe, match):
+    variables = training_state()[0]
+    with pytest.raises(ValueError, match=r"te_jax\.checkpoint\.save: " + match):
+        checkpoint.save(tmp_path, 1, variables, recipe=recipe)
+    assert not list(tmp_path.iterdir())
+
+
+def test_parameters_alone_are_saved_and_restored_as_such(tmp_path, monkeypatch):
+    variables = training_state()[0]
+    alone = {name: tree for name, tree in variables.items() if name != state.COLLECTION}
+    with pytest.raises(ValueError, match=r"save: variables: expected the FP8 state of .*recipe=None\)"):
+        checkpoint.save(tmp_path, 1, alone, recipe=RECIPE)
+    monkeypatch.setattr(checkpoint.recipes, "check_state", lambda *args: None)  # as te_jax wrote it before
+    checkpoint.save(tmp_path, 1, alone, recipe=RECIPE)
+    advice = r"fp8_state: expected none in .*, got some in the target \(its parameters alone .*restore_params\("
+    with pytest.raises(ValueError, match=advice):
+        checkpoint.restore(tmp_path, variables, recipe=RECIPE)
+    assert_trees_identical(checkpoint.restore_params(tmp_path, variables["params"]), variables["params"])
+
+
+def test_warnings_point_at_the_line_of_the_user(tmp_path):
+    variables = save(tmp_path)[0]
+    manager = checkpoint.Manager(tmp_path, recipe=RECIPE)
+    for call in (lambda: manager.restore(variables), lambda: checkpoint.restore(tmp_path, variables, recipe=RECIPE)):
+        with pytest.warns(UserWarning, match="is not restored") as warned:
+            call()
+        assert [each.filename for each in warned] == 2 * [__file__]
 
 
 def test_number_of_another_kind(tmp_path):

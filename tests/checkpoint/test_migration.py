@@ -246,9 +246,14 @@ def test_what_cannot_be_restored_with_another_recipe(tmp_path):
     [
         ({"m": 4}, DELAYED, {"m": 4}, r"like/m/amax_history: expected 8 entries \(DelayedScaling.*\), got 4"),
         ({"m": 8}, DELAYED, {"m": 8}, r"fp8/m/amax_history: expected 4 entries \(DelayedScaling.*\), got 8"),
-        ({"m": 4}, DELAYED, {"n": 8}, r"fp8: expected the quantizers of the model, \['n'\], got those of .* \['m'\]"),
+        ({"m": 4}, DELAYED, {"n": 8}, r"like: expected the quantizers of the checkpoint, \['m'\], got .* \['n'\]"),
         ({"m": 4}, None, {"m": 8}, r"fp8: expected no FP8 state with None, got state of \['m'\]"),
-        ({}, DELAYED, {"m": 8}, r"fp8: expected the quantizers of the model, \['m'\], got those of .* \[\]"),
+        (
+            {},
+            DELAYED,
+            {"m": 8},
+            r"like: expected the quantizers of the checkpoint, \[\], got those of the model, \['m'\]",
+        ),
     ],
 )
 def test_states_that_are_not_of_their_recipes(fp8, stored, like, match):
@@ -262,7 +267,9 @@ def test_states_that_are_not_of_their_recipes(fp8, stored, like, match):
 
 def test_a_state_of_other_quantizers():
     model = te.DelayedScaling(amax_history_len=8)
-    with pytest.raises(ValueError, match=r"m/amax_history: expected float32\[2\] \(model\), got float32\[3\]"):
+    with pytest.raises(
+        ValueError, match=r"m/amax_history: expected float32\[3\] \(checkpoint\), got float32\[2\] \(model\)"
+    ):
         checkpoint.migrate_state({"m": state.init(3, DELAYED)}, DELAYED, model, {"m": state.init(2, model)})
     with pytest.raises(TypeError, match=r"migrate_state: like: expected a dict of FP8 state, got NoneType"):
         checkpoint.migrate_state({}, None, model, None)
