@@ -64,12 +64,11 @@ def zeros_like(x: jax.Array, dtype: Any) -> jax.Array:
     return pvary(jax.numpy.zeros_like(x, dtype=dtype), varying_axes(x))
 
 
-def shaped_array(shape, dtype, operands) -> jax.core.ShapedArray:
-    """The abstract value of a result of ``operands`` (abstract values): it varies over every axis that any does.
+def shaped_array(shape, dtype, operands, varying: frozenset[str]) -> jax.core.ShapedArray:
+    """The abstract value of a result of ``operands`` (abstract values) that varies over the axes ``varying``.
 
     Not sharded over explicit axes; in device memory.
     """
-    varying = frozenset().union(*map(varying_axes, operands))
     if not varying:
         return jax.core.ShapedArray(shape, dtype)
     mesh = next(x.sharding.mesh for x in operands if varying_axes(x))

@@ -16,6 +16,7 @@ from te_jax.recipe import DelayedScaling
 
 _PACKAGES = ("te_jax", "jax", "jaxlib", "jax-cuda13-plugin", "flax", "orbax-checkpoint", "optax", "numpy", "scipy")
 _PLATFORMS = ("cpu", "cuda")
+_COLLECTIVE = spec.CollectiveGemmSpec(kind="matmul_reduce_scatter", axis_name="tp", ranks=2, chunks=1)
 
 
 def _samples() -> dict[str, tuple]:
@@ -33,6 +34,7 @@ def _samples() -> dict[str, tuple]:
         "activation": (spec.ActivationSpec(format="e4m3", kind="swiglu"), wide, scale),
         "activation_grad": (spec.ActivationGradSpec(format="e5m2", kind="swiglu"), x, wide, scale),
         "gemm": (spec.GemmSpec(), data, weight, scale, scale),
+        "collective_gemm": (_COLLECTIVE, data, weight, scale, scale, _shape(2, dtype=jnp.int32)),
         "grouped_gemm": (spec.GroupedGemmSpec(), data, experts, sizes, scales, scales),
         "grouped_wgrad": (spec.GroupedWgradSpec(groups=2), data, weight_t, sizes, scales, scales),
         "scale_read": (spec.ScaleReadSpec(formats="e4m3 e5m2"), *leaves),

@@ -8,6 +8,8 @@ from te_jax.primitives.activation import activation as activation
 from te_jax.primitives.activation import activation_grad as activation_grad
 from te_jax.primitives.attention import attention as attention
 from te_jax.primitives.attention import attention_grad as attention_grad
+from te_jax.primitives.collective_gemm import CollectiveGemmOut as CollectiveGemmOut
+from te_jax.primitives.collective_gemm import collective_gemm as collective_gemm
 from te_jax.primitives.gemm import gemm as gemm
 from te_jax.primitives.grouped_gemm import grouped_gemm as grouped_gemm
 from te_jax.primitives.grouped_gemm import grouped_wgrad as grouped_wgrad
@@ -22,6 +24,7 @@ from te_jax.primitives.spec import ActivationGradSpec as ActivationGradSpec
 from te_jax.primitives.spec import ActivationSpec as ActivationSpec
 from te_jax.primitives.spec import AttentionGradSpec as AttentionGradSpec
 from te_jax.primitives.spec import AttentionSpec as AttentionSpec
+from te_jax.primitives.spec import CollectiveGemmSpec as CollectiveGemmSpec
 from te_jax.primitives.spec import DequantizeSpec as DequantizeSpec
 from te_jax.primitives.spec import GemmSpec as GemmSpec
 from te_jax.primitives.spec import GroupedGemmSpec as GroupedGemmSpec

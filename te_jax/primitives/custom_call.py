@@ -66,7 +66,7 @@ class CustomCall:
 
     def _bind(self, custom_call: bool, spec: Spec, *operands: jax.Array) -> tuple:
         """Binds the primitive. Operands are made to agree on the manual axes they vary over."""
-        varying = frozenset().union(*map(compat.varying_axes, operands))
+        varying = self.definition.varying(spec, *operands)
         operands = tuple(compat.pvary(x, varying) for x in operands)
         return tuple(self.primitive.bind(*operands, spec=spec, custom_call=custom_call))
 
@@ -170,7 +170,8 @@ def _primitive(definition: Definition) -> compat.Primitive:
 
     @primitive.def_abstract_eval
     def abstract_eval(*avals, spec, custom_call):
-        return [compat.shaped_array(shape, dtype, avals) for shape, dtype in definition.results(spec, *avals)]
+        varying = definition.varying(spec, *avals)
+        return [compat.shaped_array(shape, dtype, avals, varying) for shape, dtype in definition.results(spec, *avals)]
 
     def batch(operands, dims, **params):
         in_batched = [d is not compat.not_mapped for d in dims]
@@ -180,12 +181,14 @@ def _primitive(definition: Definition) -> compat.Primitive:
 
     @compat.numpy_promotion()
     def reference(*operands, spec, custom_call):
+        if custom_call and definition.plain is not None:
+            return definition.plain(spec, *operands)
         return definition.reference(spec, *operands)
 
     fallback = compat.mlir.lower_fun(reference, multiple_results=True)
 
     def lower(platform, ctx, *operands, spec, custom_call):
-        if not custom_call or definition.why_not(spec, *ctx.avals_in) or why_unavailable(definition, platform):
+        if not custom_call or why_not(definition, platform, spec, *ctx.avals_in):
             return fallback(ctx, *operands, spec=spec, custom_call=custom_call)
         if definition.library_call is not None:
             call = functools.partial(definition.library_call, spec)
@@ -196,7 +199,8 @@ def _primitive(definition: Definition) -> compat.Primitive:
         extra = _workspace(definition, spec, ctx.avals_in) if platform == "cuda" else ()
         aliases = {operand: result + len(extra) for operand, result in definition.aliases(spec).items()}
         rule = jax.ffi.ffi_lowering(definition.target, operand_output_aliases=aliases)
-        results = rule(ctx.replace(avals_out=[*extra, *ctx.avals_out]), *operands, spec=spec.attributes())
+        lowered = definition.lowered(spec, *ctx.avals_in)
+        results = rule(ctx.replace(avals_out=[*extra, *ctx.avals_out]), *operands, spec=lowered.attributes())
         return results[len(extra) :]
 
     compat.ad.primitive_jvps[primitive] = refuse_derivative
@@ -234,6 +238,15 @@ def native(platform: str) -> bool:
     if platform == "cuda" and not library.has_cuda_backend():
         return True
     return library.ensure_registered(platform).available
+
+
+def why_not(definition: Definition, platform: str, spec: Spec, *avals) -> str | None:
+    """Why a program lowered for ``platform`` has no custom call for ``spec`` on operands like ``avals``; None if so."""
+    return (
+        definition.why_not(spec, *avals)
+        or definition.why_not_on(platform, spec, *avals)
+        or why_unavailable(definition, platform)
+    )
 
 
 def why_unavailable(definition: Definition, platform: str) -> str | None:

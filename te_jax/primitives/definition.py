@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from te_jax.compat import varying_axes
 from te_jax.parallel.sharding import ShardingRule
 from te_jax.primitives.batching import loop_over_examples
 from te_jax.primitives.spec import Spec
@@ -33,6 +34,11 @@ class Definition:
       examples: (function, in_batched, *operands) -> results of ``function`` on a batch; batch dimensions come first.
       library_call: (spec, *arrays) -> tuple of results, through custom calls of a library that XLA knows and instead of
         one of te_jax's; on CUDA only, elsewhere the reference runs. None: the custom calls are te_jax's.
+      plain: (spec, *arrays) -> tuple of results, of other primitives: what runs instead of the handler where custom
+        calls are wanted and there is none for it. None: the reference.
+      why_not_on: (platform, spec, *avals) -> why the handler isn't used on that platform alone, or None if it is.
+      varying: (spec, *operands) -> the manual axes that results vary over; None: all that any operand does.
+      lowered: (spec, *avals) -> the spec that the handler is given, with what is chosen from shapes filled in.
     """
 
     name: str
@@ -49,6 +55,10 @@ class Definition:
     on_device: Callable[..., tuple] | None = None
     examples: Callable[..., tuple] = loop_over_examples
     library_call: Callable[..., tuple] | None = None
+    plain: Callable[..., tuple] | None = None
+    why_not_on: Callable[..., str | None] = lambda platform, spec, *avals: None
+    varying: Callable[..., frozenset[str]] = lambda spec, *operands: frozenset().union(*map(varying_axes, operands))
+    lowered: Callable[..., Spec] = lambda spec, *avals: spec
 
     @property
     def target(self) -> str:

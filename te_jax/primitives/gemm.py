@@ -249,3 +249,6 @@ _GEMM = CustomCall(
         workspace=lambda spec, *avals: WORKSPACE_BYTES,
     )
 )
+
+bind_native = _GEMM.bind[True]
+"""(spec, *operands) -> results: the primitive without checks, for the lowering rules of other primitives."""

@@ -280,3 +280,56 @@ class GroupedWgradSpec(Spec):
     fp8: bool = True
     out_dtype: str = "float32"  # or bfloat16
     fast_accumulation: bool = False
+
+
+COLLECTIVES = ("matmul_reduce_scatter", "all_gather_matmul")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectiveGemmSpec(Spec):
+    """A GEMM and the collective beside it, between the ``ranks`` devices along a mesh axis, as one call.
+
+      "matmul_reduce_scatter"  lhs [*B, M, K of this rank], rhs [N, K of this rank]: the sum over ranks of their
+                               products [*B, M, N], of which rank r has rows r M/t to (r + 1) M/t: out [*B, M/t, N]
+      "all_gather_matmul"      lhs [*B, M/t, K], rhs [N of this rank, K]: the product of all ranks' rows with this
+                               rank's rhs: out [*B, M, N]
+
+    Sums are in fp32 and in the order of ranks; what travels of a sum is rounded once, to ``out_dtype`` (bfloat16 for an
+    FP8 one). The bias is added once, to sums.
+
+    Operands, in this order: lhs, rhs ([K, N] if ``rhs_contract_first``, not for FP8), [lhs_scale_inv, rhs_scale_inv as
+    for a GEMM, of this rank's operands; they may differ between ranks] if ``fp8``, [bias [N]] if ``bias``,
+    [out_scale f32[]] if out_dtype is FP8, place i32[2]: this device's rank and the number of its group among those
+    along the axis.
+
+    Results: out, [gathered [*B, M, K], the gathered lhs, and with ``fp8`` its scales: f32[ranks], or those of all
+    blocks] if ``keep_gathered`` (all_gather_matmul only), [amax f32[] of this rank's out before ``out_scale``] if
+    ``amax`` (FP8 output only).
+    """
+
+    kind: str
+    axis_name: str
+    ranks: int = 0  # of the axis; 0, until the call: found there
+    group: str = ""  # the mesh that the axis belongs to, for error messages and between processes; found as ranks is
+    fp8: bool = True
+    rhs_contract_first: bool = False
+    out_dtype: str = "bfloat16"  # bfloat16, float16, float32, float8_e4m3fn or float8_e5m2
+    bias: bool = False
+    amax: bool = False
+    fast_accumulation: bool = False
+    lhs_scaling: str = "tensor"
+    rhs_scaling: str = "tensor"
+    equal_scales: bool = False  # the lhs_scale_inv of all ranks are one; found where types show what varies
+    keep_gathered: bool = False
+    chunks: int = 0  # pieces in which a block of rows travels; 0: chosen from the shapes, as is ``direct``
+    direct: bool = False  # matmul_reduce_scatter: GEMMs write into the memory of the rank whose rows they are
+    timeout_ms: int = 120_000  # how long a rank waits for another before the call is an error
+
+    @property
+    def gathers(self) -> bool:
+        return self.kind == "all_gather_matmul"
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the operands are block-scaled."""
+        return self.lhs_scaling != "tensor" or self.rhs_scaling != "tensor"

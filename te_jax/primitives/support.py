@@ -23,10 +23,9 @@ def why_not(spec: Spec, *operands, platform: str | None = None) -> str | None:
     regime = mesh.regime()
     if regime.manual and regime.auto:
         return f"mesh axes {regime.auto} are Auto inside a shard_map over {regime.manual}"
-    reason = operation.why_not(spec, *operands)
-    if reason or platform is None:
-        return reason
-    return custom_call.why_unavailable(operation, platform)
+    if platform is None:
+        return operation.why_not(spec, *operands)
+    return custom_call.why_not(operation, platform, spec, *operands)
 
 
 def why_not_fp8_linear(tokens: int, features_in: int, features_out: int) -> str | None:
