@@ -79,7 +79,7 @@ class Builder {
         }
       }
     }
-    if (problem_.ranks == 2) {
+    if (problem_.ranks == 2 && !problem_.sum) {
       AddPartialOfPeer();
     } else {
       SumPartials();
@@ -125,10 +125,11 @@ class Builder {
       }
     }
     if (!problem_.keep) return;
-    for (int distance = 1; distance < problem_.ranks; ++distance) {
+    for (int distance = 0; distance < problem_.ranks; ++distance) {
+      const int source = peer(-distance);
       Step keep(Action::kKeep);
-      keep.from = Slot(rank_, peer(-distance), Whole());
-      keep.to = Own(Place::kKept, peer(-distance), Whole());
+      keep.from = distance == 0 ? Own(Place::kOperand, rank_, Whole()) : Slot(rank_, source, Whole());
+      keep.to = Own(Place::kKept, source, Whole());
       Add(keep);
     }
   }

@@ -29,7 +29,8 @@ struct Problem {
   int chunks = 1;             // a block that travels is cut into so many pieces at most
   int64_t granularity = 128;  // rows; all pieces but the last are a multiple of it: the height of a GEMM's tile
   bool direct = false;        // reduce-scatter: a GEMM writes into the owner's slot itself; all-gather: not used
-  bool keep = false;          // all-gather: the peers' blocks are a result too (the backward pass needs them)
+  bool keep = false;          // all-gather: the gathered operand is a result too (the backward pass needs it)
+  bool sum = false;           // reduce-scatter: two ranks' results are added by a kernel, as those of more ranks are
 };
 
 // Why there is no schedule for this; nothing if there is one.
@@ -46,7 +47,7 @@ enum class Place : uint8_t {
   kOperand,  // x of this call. Block: of the result (reduce-scatter) or the rank's own (all-gather)
   kStaging,  // partial results on their way. Block: whose they are
   kSlot,     // of the owner's arena, twice (parity). Block: who sent it
-  kPartial,  // own partial result in float32, where more than one other is added to it. Block: the owner
+  kPartial,  // own partial result in float32, where a kernel adds the others to it. Block: the owner
   kResult,   // Block: the owner (reduce-scatter) or whose rows they are (all-gather)
   kKept,     // gathered operand. Block: who sent it
 };

@@ -155,6 +155,20 @@ struct GemmArgs {
   float* amax = nullptr;                 // [1] out, FP8 output only
 };
 
+// The sum of all ranks' partial results of a collective matmul (csrc/comm), in float32 and in the order of ranks, + bias,
+// rounded once.
+struct SumPartialsArgs {
+  int64_t rows = 0, cols = 0;      // cols a multiple of 8
+  int ranks = 0, own = 0;
+  const float* partial = nullptr;  // [rows, cols], of the own rank
+  const void* slots[16] = {};      // by rank: [rows, cols]; that of the own rank is not read
+  const void* bias = nullptr;      // [cols] or null
+  DType slot_dtype = DType::kBF16, bias_dtype = DType::kBF16, out_dtype = DType::kBF16;
+  const float* out_scale = nullptr;  // [1], FP8 output only
+  void* out = nullptr;               // [rows, cols]
+  float* amax = nullptr;             // [1] in and out, FP8 output only: the larger of it and max |sum|
+};
+
 // FP8 state of `formats.size()` = Q quantizers (csrc/core/state.h); its leaves, float32.
 struct StateLeaves {
   int64_t history_len = 0;              // H

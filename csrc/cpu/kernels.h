@@ -15,6 +15,7 @@ namespace te_jax::cpu {
 [[nodiscard]] bool Activation(const ActivationArgs& args);
 [[nodiscard]] bool ActivationGrad(const ActivationGradArgs& args);
 [[nodiscard]] bool Gemm(const GemmArgs& args);
+[[nodiscard]] bool SumPartials(const SumPartialsArgs& args);
 [[nodiscard]] bool GroupedGemm(const GroupedGemmArgs& args);
 [[nodiscard]] bool GroupedWgrad(const GroupedWgradArgs& args);
 [[nodiscard]] bool ScaleRead(const ScaleReadArgs& args);

@@ -61,6 +61,20 @@ struct GemmSpec {
   std::string_view lhs_scaling = "tensor", rhs_scaling = "tensor";
 };
 
+struct CollectiveGemmSpec {
+  std::string_view kind, axis_name;
+  int64_t ranks;
+  std::string_view group;
+  bool fp8, rhs_contract_first;
+  std::string_view out_dtype;
+  bool bias, amax, fast_accumulation;
+  std::string_view lhs_scaling = "tensor", rhs_scaling = "tensor";
+  bool equal_scales, keep_gathered;
+  int64_t chunks;
+  bool direct;
+  int64_t timeout_ms;
+};
+
 struct GroupedGemmSpec {
   bool fp8, rhs_contract_first;
   std::string_view out_dtype;
@@ -121,6 +135,14 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::GemmSpec, StructMember<bool>("fp8"
                                       StructMember<bool>("fast_accumulation"),
                                       StructMember<std::string_view>("lhs_scaling"),
                                       StructMember<std::string_view>("rhs_scaling"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    te_jax::CollectiveGemmSpec, StructMember<std::string_view>("kind"), StructMember<std::string_view>("axis_name"),
+    StructMember<int64_t>("ranks"), StructMember<std::string_view>("group"), StructMember<bool>("fp8"),
+    StructMember<bool>("rhs_contract_first"), StructMember<std::string_view>("out_dtype"), StructMember<bool>("bias"),
+    StructMember<bool>("amax"), StructMember<bool>("fast_accumulation"), StructMember<std::string_view>("lhs_scaling"),
+    StructMember<std::string_view>("rhs_scaling"), StructMember<bool>("equal_scales"),
+    StructMember<bool>("keep_gathered"), StructMember<int64_t>("chunks"), StructMember<bool>("direct"),
+    StructMember<int64_t>("timeout_ms"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::GroupedGemmSpec, StructMember<bool>("fp8"),
                                       StructMember<bool>("rhs_contract_first"),
                                       StructMember<std::string_view>("out_dtype"), StructMember<bool>("bias"),

@@ -22,6 +22,23 @@ pybind11::capsule Capsule(Handler* handler) {
   return pybind11::capsule(reinterpret_cast<void*>(handler));
 }
 
+// A handler with a stage that makes the state of each of its places in a program.
+template <typename Handler>
+pybind11::dict Stages(Handler* instantiate, Handler* execute) {
+  pybind11::dict stages;
+  stages["instantiate"] = Capsule(instantiate);
+  stages["execute"] = Capsule(execute);
+  return stages;
+}
+
+// The type of such a state, as jax.ffi.register_ffi_type takes it.
+inline pybind11::dict Type(XLA_FFI_TypeId* id, const XLA_FFI_TypeInfo* info) {
+  pybind11::dict type;
+  type["type_id"] = pybind11::capsule(static_cast<void*>(id));
+  type["type_info"] = pybind11::capsule(static_cast<void*>(const_cast<XLA_FFI_TypeInfo*>(info)));
+  return type;
+}
+
 // {"ffi_api": (major, minor), "architectures": [...], "compiler": "..."}
 inline pybind11::dict BuildInfo(const std::vector<std::string>& architectures) {
   pybind11::list names;

@@ -321,8 +321,6 @@ SMALLEST_MEASURED = 2048 * 4096 * 2048
 
 
 def _why_not_on(platform, spec, lhs, rhs, *rest):
-    if platform == "cpu":
-        return "the CPU handler isn't there yet"
     if platform == "cpu" and jax.process_count() > 1:
         return "several processes: CPU devices share the memory of one only"
     if platform != "cuda" or spec.chunks:

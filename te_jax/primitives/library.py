@@ -193,6 +193,8 @@ def _register(platform: str) -> None:
             return
         if platform not in _registered:
             options = {"command_buffers": config.command_buffers_enabled()} if platform == "cuda" else {}
+            for name, type_registration in module.types().items():
+                jax.ffi.register_ffi_type(name, type_registration, platform=_MODULES[platform][1])
             for name, handler in module.registrations(**options).items():
                 jax.ffi.register_ffi_target(name, handler, platform=_MODULES[platform][1])
             _registered.add(platform)

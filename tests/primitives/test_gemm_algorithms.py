@@ -206,6 +206,7 @@ def test_the_environment_is_followed_at_registration(process, tmp_path, monkeypa
 def test_a_wrong_environment_is_an_error_every_time(process, monkeypatch):
     module = process()
     module.registrations = lambda command_buffers: {}
+    module.types = dict
     monkeypatch.setattr(library, "_load", lambda platform: (None, module))
     for name in ("_registered", "_started"):
         monkeypatch.setattr(library, name, set())

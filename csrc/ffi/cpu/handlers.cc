@@ -1,8 +1,6 @@
 // The custom calls on CPU: decode and check, then run the host kernel.
 #include "csrc/ffi/cpu/handlers.h"
 
-#include <initializer_list>
-#include <limits>
 #include <string>
 #include <type_traits>
 
@@ -10,6 +8,7 @@
 #include "csrc/cpu/kernels.h"
 #include "csrc/ffi/activation.h"
 #include "csrc/ffi/attrs.h"
+#include "csrc/ffi/cpu/blas.h"
 #include "csrc/ffi/dequantize.h"
 #include "csrc/ffi/gemm.h"
 #include "csrc/ffi/grouped_gemm.h"
@@ -63,20 +62,6 @@ ffi::Error Handle(ffi::RemainingArgs args, ffi::RemainingRets rets, Spec spec) {
   if (decoded.has_error()) return decoded.error();
   const ffi::Error error = CheckValues(*decoded);
   return error.failure() ? error : Run<kKernel>(*decoded);
-}
-
-// Whether there is a BLAS, and whether its 32-bit sizes are enough.
-ffi::Error CheckBlas(std::string_view op, std::initializer_list<int64_t> sizes) {
-  if (!cpu::HasSgemm()) {
-    return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                      "te_jax " + std::string(op) + ": no BLAS was given (set_sgemm)");
-  }
-  for (const int64_t size : sizes) {
-    if (size <= std::numeric_limits<int>::max()) continue;
-    return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                      "te_jax " + std::string(op) + ": expected sizes below 2^31 on CPU");
-  }
-  return ffi::Error::Success();
 }
 
 ffi::Error HandleGemm(ffi::RemainingArgs args, ffi::RemainingRets rets, GemmSpec spec) {

@@ -12,6 +12,10 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_activation_grad);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_gemm);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_grouped_gemm);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_grouped_wgrad);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_collective_gemm);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_collective_gemm_instantiate);
+XLA_FFI_DECLARE_TYPE_ID_SYMBOL(te_jax_cpu_call_site_id);
+XLA_FFI_DECLARE_TYPE_INFO_SYMBOL(te_jax_cpu_call_site_info);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_scale_read);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cpu_scale_write);
 

@@ -21,9 +21,17 @@ py::dict Registrations() {
   targets["te_jax_gemm"] = te_jax::Capsule(te_jax_cpu_gemm);
   targets["te_jax_grouped_gemm"] = te_jax::Capsule(te_jax_cpu_grouped_gemm);
   targets["te_jax_grouped_wgrad"] = te_jax::Capsule(te_jax_cpu_grouped_wgrad);
+  targets["te_jax_collective_gemm"] =
+      te_jax::Stages(te_jax_cpu_collective_gemm_instantiate, te_jax_cpu_collective_gemm);
   targets["te_jax_scale_read"] = te_jax::Capsule(te_jax_cpu_scale_read);
   targets["te_jax_scale_write"] = te_jax::Capsule(te_jax_cpu_scale_write);
   return targets;
+}
+
+py::dict Types() {
+  py::dict types;
+  types["te_jax_cpu_call_site"] = te_jax::Type(te_jax_cpu_call_site_id(), te_jax_cpu_call_site_info());
+  return types;
 }
 
 // scipy names its capsules after the C signature. Only 32-bit sizes are understood here.
@@ -50,6 +58,7 @@ constexpr char kArchitecture[] = "other";
 PYBIND11_MODULE(_te_jax_cpu, module) {
   module.doc() = "Custom-call handlers of te_jax for CPU.";
   module.def("registrations", &Registrations, "{target name: handler capsule}, for jax.ffi.register_ffi_target.");
+  module.def("types", &Types, "{type name: registration}, for jax.ffi.register_ffi_type, before the targets.");
   module.def("build_info", [] { return te_jax::BuildInfo({kArchitecture}); },
              "How this module was built: FFI API version, architectures, compiler.");
   module.def("set_sgemm", &SetSgemm, py::arg("capsule"), "Gives the BLAS routine that GEMMs are computed with.");
