@@ -35,7 +35,7 @@ target_link_libraries(te_jax_comm_cuda PUBLIC te_jax_comm te_jax_gemm)
 
 te_jax_module(_te_jax_cuda ${TE_JAX_CUDA_SOURCES})
 target_compile_definitions(_te_jax_cuda PRIVATE TE_JAX_CUDA_ARCHITECTURES="sm_90a")
-target_link_libraries(_te_jax_cuda PRIVATE te_jax_ffi te_jax_gemm)
+target_link_libraries(_te_jax_cuda PRIVATE te_jax_ffi te_jax_comm_cuda)
 
 if(TE_JAX_TESTS)  # programs that need a GPU: built, run by hand or by ctest -L gpu
   file(GLOB TE_JAX_CUDA_TESTS CONFIGURE_DEPENDS csrc/tests/cuda/*_test.cc)

@@ -123,5 +123,12 @@ def cudnn_version() -> int | None:
         return None
 
 
+def key_value_store() -> Any:
+    """The client of the store that the processes of ``jax.distributed`` share; None in a program of one process."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
 def _aval(x):
     return x if isinstance(x, jax.core.ShapedArray | jax.ShapeDtypeStruct) else jax.typeof(x)

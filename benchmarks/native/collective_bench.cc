@@ -111,7 +111,7 @@ int Measure(bool rests, bool scatter, int count, char** shapes) {
       for (int r = 0; r < t; ++r) all.push_back(CallOf(shape, schedule, t, operands[r]));
       WarmUp(*group, all);
       const double us = Time(*group, calls, repetitions, rests, [&](int r, cudaStream_t stream) {
-        Require(RunOnStreams(all[r], *group, r, stream));
+        Require(RunOnStreams(all[r], group->rank(r), stream));
       });
       std::printf("{\"op\": \"%s\", \"m\": %ld, \"k\": %ld, \"n\": %ld, \"ranks\": %d, \"mode\": \"%s\", ",
                   scatter ? "rs" : "ag", m, k, n, t, rests ? "burst" : "sustained");

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 
+#include "csrc/core/fp8.h"
 #include "csrc/kernels/dispatch.h"
+#include "csrc/kernels/fp8.cuh"
 #include "csrc/kernels/vector.cuh"
 
 namespace te_jax::kernels {
@@ -58,10 +60,13 @@ __global__ void __launch_bounds__(kThreads) AwaitKernel(AwaitArgs args) {
 
 constexpr int kChunk = 8;
 
-template <class T, class B>
+// T: of slots, and of the result if it isn't FP8. B: of the bias.
+template <class T, class B, bool kFP8>
 __global__ void __launch_bounds__(kThreads) SumPartialsKernel(SumPartialsArgs args) {
   const int64_t size = args.rows * args.cols;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads * kChunk;
+  const float scale = kFP8 ? *args.out_scale : 1.0f;
+  float amax = 0.0f;
   for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kChunk; i < size; i += stride) {
     float sum[kChunk] = {};
     for (int rank = 0; rank < args.ranks; ++rank) {
@@ -85,9 +90,25 @@ __global__ void __launch_bounds__(kThreads) SumPartialsKernel(SumPartialsArgs ar
 #pragma unroll
       for (int j = 0; j < kChunk; ++j) sum[j] = __fadd_rn(sum[j], static_cast<float>(bias[j]));
     }
-    StoreRounded<T>(sum, static_cast<T*>(args.out) + i);
+    if constexpr (kFP8) {
+      float magnitude = 0.0f, scaled[kChunk];
+#pragma unroll
+      for (int j = 0; j < kChunk; ++j) magnitude = MaxMagnitude(magnitude, sum[j]);
+      amax = MaxMagnitude(amax, magnitude);
+      ScaleForCast(sum, magnitude, scale, scaled);
+      const bool e5m2 = args.out_dtype == DType::kE5M2;
+      const uint2 codes = {CastFour(scaled, e5m2), CastFour(scaled + 4, e5m2)};
+      *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args.out) + i) = codes;
+    } else {
+      StoreRounded<T>(sum, static_cast<T*>(args.out) + i);
+    }
   }
+  if (!kFP8 || args.amax == nullptr) return;
+  const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(amax) & 0x7fffffffu);
+  if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<uint32_t*>(args.amax), bits);
 }
+
+__global__ void MaximumKernel(const float* value, float* amax) { *amax = MaxMagnitude(*amax, *value); }
 
 }  // namespace
 
@@ -101,14 +122,23 @@ cudaError_t LaunchAwait(const AwaitArgs& args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+cudaError_t LaunchMaximum(const float* value, float* amax, cudaStream_t stream) {
+  MaximumKernel<<<1, 1, 0, stream>>>(value, amax);
+  return cudaGetLastError();
+}
+
 cudaError_t LaunchSumPartials(const SumPartialsArgs& args, cudaStream_t stream) {
-  return DispatchFloat(args.dtype, [&](auto tag) {
+  return DispatchFloat(args.slot_dtype, [&](auto tag) {
     return DispatchFloat(args.bias_dtype, [&](auto bias_tag) {
       using T = typename decltype(tag)::type;
       using B = typename decltype(bias_tag)::type;
       const int64_t chunks = (args.rows * args.cols + kChunk - 1) / kChunk;
       const auto blocks = static_cast<unsigned>(std::min<int64_t>((chunks + kThreads - 1) / kThreads, 1 << 14));
-      SumPartialsKernel<T, B><<<blocks, kThreads, 0, stream>>>(args);
+      if (IsFP8(args.out_dtype)) {
+        SumPartialsKernel<T, B, true><<<blocks, kThreads, 0, stream>>>(args);
+      } else {
+        SumPartialsKernel<T, B, false><<<blocks, kThreads, 0, stream>>>(args);
+      }
       return cudaGetLastError();
     });
   });

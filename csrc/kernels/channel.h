@@ -38,18 +38,10 @@ cudaError_t LaunchPost(uint32_t* flag, uint32_t epoch, cudaStream_t stream);
 // has failed.
 cudaError_t LaunchAwait(const AwaitArgs& args, cudaStream_t stream);
 
-struct SumPartialsArgs {
-  int64_t rows = 0, cols = 0;  // cols a multiple of 8
-  int ranks = 0, own = 0;
-  const float* partial = nullptr;               // [rows, cols], of the own rank
-  const void* slots[16] = {};                   // by rank: [rows, cols] in `dtype`; that of the own rank is not read
-  const void* bias = nullptr;                   // [cols] or null
-  DType dtype = DType::kBF16;                   // of slots and out
-  DType bias_dtype = DType::kBF16;
-  void* out = nullptr;  // [rows, cols]
-};
+// *amax = the larger of it and *value, which are magnitudes; NaN if either is.
+cudaError_t LaunchMaximum(const float* value, float* amax, cudaStream_t stream);
 
-// out = the sum of all ranks' partial results in float32, in the order of ranks, + bias, rounded once.
+// cols a multiple of 8; slots are read from memory that peers have written while this program ran.
 cudaError_t LaunchSumPartials(const SumPartialsArgs& args, cudaStream_t stream);
 
 }  // namespace te_jax::kernels

@@ -7,7 +7,7 @@ then the collective of jax, or the reverse. Both add partial products in the ord
 from __future__ import annotations
 
 import dataclasses
-import math
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -17,7 +17,8 @@ import numpy as np
 from te_jax import compat, errors
 from te_jax.parallel import mesh as mesh_lib
 from te_jax.parallel.sharding import ShardingRule
-from te_jax.primitives import quantizing
+from te_jax.primitives import library, quantizing
+from te_jax.primitives.collective_schedule import MAX_CHUNKS, MAX_RANKS, out_dtype, schedule, sizes, travelling
 from te_jax.primitives.custom_call import CustomCall
 from te_jax.primitives.definition import DEFINITIONS, Definition
 from te_jax.primitives.gemm import bind_native as native_gemm
@@ -26,8 +27,6 @@ from te_jax.quant import reference
 from te_jax.quant.format import format_of, is_fp8
 
 _OP = "collective_gemm"
-MAX_RANKS = 16  # csrc/comm/schedule.h has the same two
-MAX_CHUNKS = 16
 _F32 = np.dtype(np.float32)
 
 
@@ -116,85 +115,12 @@ def to_out(spec: CollectiveGemmSpec, outs) -> CollectiveGemmOut:
     return CollectiveGemmOut(**dict(zip(_result_names(spec), outs, strict=True)))
 
 
-# The schedule
-
-
-class Schedule(NamedTuple):
-    """In how many pieces a block of rows travels, and whether a GEMM writes it into its owner's memory itself."""
-
-    chunks: int
-    direct: bool
-
-    def __str__(self) -> str:
-        return f"{'direct' if self.direct else 'copy'}, {self.chunks} piece{'s' if self.chunks > 1 else ''}"
-
-
-def schedule(spec: CollectiveGemmSpec, lhs, rhs, *rest) -> Schedule:
-    """The schedule of operands like these: what the spec says, otherwise what docs/design/0006 found for the shape."""
-    if spec.chunks:
-        return Schedule(spec.chunks, spec.direct)
-    if spec.gathers:
-        return Schedule(1, False)
-    size = sizes(spec, lhs, rhs)
-    travels = size.block_rows * size.n * _travelling(spec).itemsize
-    if travels < 16 << 20:
-        return Schedule(1, True)
-    # With more than two ranks nothing waits for a piece before all GEMMs are done, so that blocks are pieces enough.
-    long = size.k >= 4096
-    return Schedule((2 if long else 4) if spec.ranks == 2 else (1 if long else 2), False)
-
-
-class Sizes(NamedTuple):
-    """Of one rank: its product is [rows, k] . [k, n]; a block is the rows that one rank owns, in ``batch`` runs."""
-
-    rows: int
-    n: int
-    k: int
-    block_rows: int
-    batch: int
-
-
-def sizes(spec: CollectiveGemmSpec, lhs, rhs) -> Sizes:
-    n, k = rhs.shape[::-1] if spec.rhs_contract_first else rhs.shape
-    batch, rows = math.prod(lhs.shape[:-2]), math.prod(lhs.shape[:-1])
-    block = rows if spec.gathers else rows // spec.ranks
-    return Sizes(rows * spec.ranks if spec.gathers else rows, n, k, block, batch)
-
-
-def _travelling(spec: CollectiveGemmSpec) -> np.dtype:
-    """The dtype of partial products on their way."""
-    out = _out_dtype(spec)
-    return np.dtype(jnp.bfloat16) if is_fp8(out) else out
-
-
-def slot_bytes(spec: CollectiveGemmSpec, lhs, rhs) -> int:
-    """Bytes of one rank's block on its way to another: what a slot of an arena has to hold."""
-    size = sizes(spec, lhs, rhs)
-    row = size.k * np.dtype(lhs.dtype).itemsize if spec.gathers else size.n * _travelling(spec).itemsize
-    return size.block_rows * row
-
-
-def arena_bytes(ranks: int, slot: int) -> int:
-    """Bytes of device memory, outside of jax's, that a group of ``ranks`` keeps on each device for slots of that size.
-
-    ``DeviceRank::ArenaBytes`` in csrc/comm/cuda: flags; two slots for each rank, each after 256 bytes; a block on its
-    way to each; the own partial product in float32. With the largest ``slot_bytes`` of a program's calls this is what
-    one group has: calls share it.
-    """
-    slot = -(-slot // 256) * 256
-    return ranks * MAX_CHUNKS * 128 + 2 * ranks * (256 + slot) + ranks * slot + 2 * slot
-
-
 # The definition
-
-
-def _out_dtype(spec) -> np.dtype:
-    return np.dtype(jnp.dtype(spec.out_dtype))
 
 
 def _operands(spec) -> tuple[str, ...]:
     wanted = {"lhs": True, "rhs": True, "lhs_scale_inv": spec.fp8, "rhs_scale_inv": spec.fp8, "bias": spec.bias}
-    wanted |= {"out_scale": is_fp8(_out_dtype(spec)), "place": True}
+    wanted |= {"out_scale": is_fp8(out_dtype(spec)), "place": True}
     return tuple(name for name, want in wanted.items() if want)
 
 
@@ -233,7 +159,7 @@ def _results(spec, lhs, rhs, *rest):
     all_rows = rows * spec.ranks
     out_rows = all_rows if spec.gathers else rows // spec.ranks
     n = sizes(spec, lhs, rhs).n
-    known: dict[str, tuple] = {"out": ((*lead, out_rows, n), _out_dtype(spec)), "amax": ((), _F32)}
+    known: dict[str, tuple] = {"out": ((*lead, out_rows, n), out_dtype(spec)), "amax": ((), _F32)}
     known["gathered"] = ((*lead, all_rows, k), np.dtype(lhs.dtype))
     if spec.fp8:
         *blocks, last = rest[0].shape or (1,)
@@ -249,7 +175,7 @@ def _pair(gemm, spec, lhs, rhs, *rest):
 
 
 def _gemm_then_scatter(gemm, spec, lhs, rhs, rest):
-    bare = dataclasses.replace(gemm_spec(spec), out_dtype=_travelling(spec).name, bias=False, amax=False)
+    bare = dataclasses.replace(gemm_spec(spec), out_dtype=travelling(spec).name, bias=False, amax=False)
     (partial,) = gemm(bare, lhs, rhs, *_scales(spec, rest))
     lead, (rows, n) = lhs.shape[:-2], partial.shape[-2:]
     partial = partial.reshape(*lead, spec.ranks, rows // spec.ranks, n)
@@ -262,9 +188,9 @@ def _gemm_then_scatter(gemm, spec, lhs, rhs, rest):
         total = total + parts[rank].astype(jnp.float32)
     if spec.bias:
         total = total + rest["bias"].astype(jnp.float32)
-    if not is_fp8(_out_dtype(spec)):
-        return {"out": total.astype(_out_dtype(spec))}
-    data = reference.cast(total, rest["out_scale"], format_of(_out_dtype(spec)))
+    if not is_fp8(out_dtype(spec)):
+        return {"out": total.astype(out_dtype(spec))}
+    data = reference.cast(total, rest["out_scale"], format_of(out_dtype(spec)))
     return {"out": data, "amax": reference.amax(total) if spec.amax else None}
 
 
@@ -370,3 +296,34 @@ _COLLECTIVE_GEMM = CustomCall(
         lowered=_lowered,
     )
 )
+
+
+# Several processes
+
+
+def _put(key: str, value: str) -> str | None:
+    try:
+        compat.key_value_store().key_value_set(key, value)
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+    return None
+
+
+def _get(key: str, timeout_ms: int) -> str | None:
+    try:
+        return compat.key_value_store().blocking_key_value_get(key, timeout_ms)
+    except jax.errors.JaxRuntimeError:  # it isn't there in time, or the store is gone
+        return None
+
+
+def _remove(key: str) -> None:
+    compat.key_value_store().key_value_delete(key)
+
+
+def _start(platform: str, module: ModuleType) -> None:
+    """Ranks in several processes find each other's memory through jax.distributed's store."""
+    if platform == "cuda" and compat.key_value_store() is not None and jax.process_count() > 1:
+        module.set_collective_board(_put, _get, _remove)
+
+
+library.when_registered(_start)

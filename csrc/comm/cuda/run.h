@@ -4,30 +4,19 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
-#include <vector>
-
-#include "csrc/comm/cuda/device_group.h"
-#include "csrc/comm/schedule.h"
+#include "csrc/comm/cuda/device_rank.h"
+#include "csrc/comm/operands.h"
 #include "csrc/gemm/gemm.h"
 
 namespace te_jax::comm {
 
-struct CollectiveGemm {
-  Problem problem;
-  // The product of one rank without the collective: m is M (all rows) for a reduce-scatter and block_rows for an
-  // all-gather, lhs the rank's operand, out its result. The bias is added once, to the final sums.
-  GemmArgs gemm;
-  void* kept = nullptr;  // all-gather with problem.keep: [M, K], of which the peers' blocks are written
-  uint64_t timeout_ns = 120'000'000'000;
-};
-
-// Queues a call of `rank` on `stream` and the rank's copy stream, which it joins. Every rank of the group has to make
+// Queues a call of a rank on `stream` and the rank's copy stream, which it joins. Every rank of the group has to make
 // the same calls in the same order. Waits for nothing on the host; the current device is the rank's.
-gemm::Status RunOnStreams(const CollectiveGemm& call, DeviceGroup& group, int rank, cudaStream_t stream);
+gemm::Status RunOnStreams(const CollectiveGemm& call, DeviceRank& self, cudaStream_t stream);
 
-// Runs the products of a call without any communication, so that algorithms are chosen before a peer can wait for them.
-gemm::Status Warm(const CollectiveGemm& call, DeviceGroup& group, int rank, cudaStream_t stream);
+// Runs the products of a call without any communication, and every kernel of the channel, so that algorithms are chosen
+// and kernels loaded before a peer can wait for them. No rank may be in a call: products are written into slots.
+gemm::Status Warm(const CollectiveGemm& call, DeviceRank& self, cudaStream_t stream);
 
 }  // namespace te_jax::comm
 

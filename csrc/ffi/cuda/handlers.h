@@ -19,6 +19,10 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_activation_grad);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_gemm);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_grouped_gemm);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_grouped_wgrad);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_collective_gemm);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_collective_gemm_instantiate);
+XLA_FFI_DECLARE_TYPE_ID_SYMBOL(te_jax_cuda_call_site_id);
+XLA_FFI_DECLARE_TYPE_INFO_SYMBOL(te_jax_cuda_call_site_info);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_scale_read);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(te_jax_cuda_scale_write);
 

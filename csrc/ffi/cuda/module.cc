@@ -1,6 +1,13 @@
 // The Python module _te_jax_cuda. Importing it makes no CUDA call, so it loads without a driver.
 #include "csrc/ffi/module.h"
 
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "csrc/comm/cuda/channel.h"
 #include "csrc/ffi/cuda/handlers.h"
 #include "csrc/gemm/cublaslt.h"
 #include "csrc/gemm/gemm.h"
@@ -30,9 +37,83 @@ py::dict Registrations(bool command_buffers) {
   targets["te_jax_gemm"] = te_jax::Capsule(te_jax_cuda_gemm);
   targets["te_jax_grouped_gemm"] = te_jax::Capsule(te_jax_cuda_grouped_gemm);
   targets["te_jax_grouped_wgrad"] = te_jax::Capsule(te_jax_cuda_grouped_wgrad);
+  targets["te_jax_collective_gemm"] =
+      te_jax::Stages(te_jax_cuda_collective_gemm_instantiate, te_jax_cuda_collective_gemm);
   targets["te_jax_scale_read"] = te_jax::Capsule(te_jax_cuda_scale_read);
   targets["te_jax_scale_write"] = te_jax::Capsule(te_jax_cuda_scale_write);
   return targets;
+}
+
+py::dict Types() {
+  py::dict types;
+  types["te_jax_cuda_call_site"] = te_jax::Type(te_jax_cuda_call_site_id(), te_jax_cuda_call_site_info());
+  return types;
+}
+
+// What Python's functions keep for all processes.
+class PythonBoard : public te_jax::comm::Board {
+ public:
+  PythonBoard(py::function put, py::function get, py::function remove)
+      : put_(std::move(put)), get_(std::move(get)), remove_(std::move(remove)) {}
+  ~PythonBoard() override {
+    for (py::function* each : {&put_, &get_, &remove_}) each->release();  // the interpreter may be gone
+  }
+
+  std::optional<std::string> Put(const std::string& key, const std::string& value) override {
+    return Call([&]() -> std::optional<std::string> {
+      const py::object why = put_(key, value);
+      return why.is_none() ? std::nullopt : std::optional(why.cast<std::string>());
+    });
+  }
+  std::optional<std::string> Get(const std::string& key, std::chrono::milliseconds timeout) override {
+    std::optional<std::string> value;
+    Call([&]() -> std::optional<std::string> {
+      const py::object got = get_(key, timeout.count());
+      if (!got.is_none()) value = got.cast<std::string>();
+      return std::nullopt;
+    });
+    return value;
+  }
+  void Remove(const std::string& key) override {
+    Call([&]() -> std::optional<std::string> {
+      remove_(key);
+      return std::nullopt;
+    });
+  }
+
+ private:
+  template <typename Function>
+  static std::optional<std::string> Call(const Function& function) {
+    const py::gil_scoped_acquire gil;
+    try {
+      return function();
+    } catch (const std::exception& error) {  // also what Python raises
+      return error.what();
+    }
+  }
+  py::function put_, get_, remove_;
+};
+
+void SetCollectiveBoard(py::function put, py::function get, py::function remove) {
+  te_jax::comm::Channels::OfProcess().SetBoard(
+      std::make_unique<PythonBoard>(std::move(put), std::move(get), std::move(remove)));
+}
+
+py::list CollectiveChannels() {
+  py::list all;
+  for (const auto& channel : te_jax::comm::Channels::OfProcess().All()) {
+    py::dict entry;
+    entry["group"] = channel->group();
+    entry["rank"] = channel->self().rank();
+    entry["device"] = channel->self().device();
+    entry["arena_bytes"] = channel->self().arena_bytes();
+    all.append(entry);
+  }
+  return all;
+}
+
+size_t CollectiveArenaBytes(int ranks, size_t slot_bytes) {
+  return te_jax::comm::ArenaLayout(ranks, slot_bytes).Bytes();
 }
 
 py::dict BuildInfo() {
@@ -124,6 +205,14 @@ PYBIND11_MODULE(_te_jax_cuda, module) {
              "Bytes that the handler of \"quantize\", \"norm\", \"activation\" or \"activation_grad\" wants as "
              "workspace for a result [rows, cols] (in 1x128 blocks if group_rows, the last leading dimension, is "
              "given), of \"norm_grad\" (dbias: layernorm), or \"gemm\" for any.");
+  module.def("types", &Types, "{type name: registration}, for jax.ffi.register_ffi_type, before the targets.");
+  module.def("set_collective_board", &SetCollectiveBoard, py::arg("put"), py::arg("get"), py::arg("remove"),
+             "Where the ranks of several processes tell each other things: put(key, value) -> None or why not, "
+             "get(key, timeout_ms) -> value or None, remove(key). Before the first collective matmul.");
+  module.def("collective_channels", &CollectiveChannels,
+             "The ends of groups' channels in this process, a dict each: group, rank, device, arena_bytes.");
+  module.def("collective_arena_bytes", &CollectiveArenaBytes, py::arg("ranks"), py::arg("slot_bytes"),
+             "Bytes of device memory of an arena.");
   module.def("build_info", &BuildInfo,
              "How this module was built: FFI API version, architectures, compiler, CUDA and cuBLASLt header versions.");
   module.def("cublaslt_status", &CublasLtStatus,

@@ -18,6 +18,7 @@
 #include <variant>
 #include <vector>
 
+#include "csrc/comm/cuda/device_group.h"
 #include "csrc/comm/cuda/run.h"
 #include "csrc/gemm/gemm.h"
 #include "csrc/kernels/random.h"
@@ -47,6 +48,7 @@ struct Shape {
 struct Operands {
   GemmArgs gemm;
   void* kept = nullptr;
+  float* kept_scale_inv = nullptr;
 };
 
 template <class T = void>
@@ -80,6 +82,7 @@ inline Operands MakeOperands(const Shape& shape, int ranks, int rank) {
   gemm.bias = bias;
   gemm.out = Allocate(static_cast<size_t>(shape.scatter ? shape.m / ranks : shape.m) * gemm.n * 2);
   made.kept = Allocate(static_cast<size_t>(shape.m) * gemm.k);
+  made.kept_scale_inv = Allocate<float>(static_cast<size_t>(ranks) * sizeof(float));
   CUDA_OK(cudaDeviceSynchronize());
   return made;
 }
@@ -197,6 +200,7 @@ inline CollectiveGemm CallOf(const Shape& shape, const Schedule& schedule, int r
   call.problem.keep = schedule.keep;
   call.gemm = operands.gemm;
   call.kept = operands.kept;
+  call.kept_scale_inv = operands.kept_scale_inv;
   call.timeout_ns = 5'000'000'000;
   return call;
 }
@@ -245,7 +249,7 @@ inline std::unique_ptr<DeviceGroup> MakeGroup(int ranks, size_t slot_bytes) {
 inline void WarmUp(DeviceGroup& group, const std::vector<CollectiveGemm>& calls) {
   for (int r = 0; r < group.ranks(); ++r) {  // one after another: an algorithm is timed while the other GPU rests
     CUDA_OK(cudaSetDevice(group.rank(r).device()));
-    Require(Warm(calls[r], group, r, nullptr));
+    Require(Warm(calls[r], group.rank(r), nullptr));
     CUDA_OK(cudaDeviceSynchronize());
   }
 }

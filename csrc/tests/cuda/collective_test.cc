@@ -2,10 +2,17 @@
 // are fewer, so that sums of more than two partial results are tested anywhere.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include "csrc/comm/cuda/channel.h"
+#include "csrc/core/fp8.h"
 #include "csrc/tests/check.h"
 #include "csrc/tests/cuda/collective_problem.h"
 
@@ -39,7 +46,7 @@ void TestAll(DeviceGroup& group, const Shape& shape) {
     std::vector<std::vector<uint16_t>> first;
     for (int round = 0; round < 3; ++round) {
       OnAllRanks(group, [&](int r, cudaStream_t stream) {
-        for (int i = 0; i < 5; ++i) Require(RunOnStreams(calls[r], group, r, stream));
+        for (int i = 0; i < 5; ++i) Require(RunOnStreams(calls[r], group.rank(r), stream));
       });
       for (int r = 0; r < t; ++r) {
         const auto out = ToHost<uint16_t>(calls[r].gemm.out, OutElements(shape, t));
@@ -55,7 +62,6 @@ void TestAll(DeviceGroup& group, const Shape& shape) {
     for (int r = 0; r < t; ++r) {
       const auto block = static_cast<size_t>(shape.m / t * shape.k);
       for (int source = 0; source < t; ++source) {
-        if (source == r) continue;
         const auto got = ToHost<uint8_t>(static_cast<char*>(operands[r].kept) + source * block, block);
         EXPECT(got == ToHost<uint8_t>(operands[source].gemm.lhs, block));
       }
@@ -87,7 +93,7 @@ TEST(ALatePeer) {
     WarmUp(*group, calls);
     CUDA_OK(cudaSetDevice(group->rank(0).device()));
     calls[0].timeout_ns = 50'000'000;
-    EXPECT_EQ(static_cast<int>(RunOnStreams(calls[0], *group, 0, nullptr).code), static_cast<int>(gemm::Status::kOk));
+    EXPECT_EQ(static_cast<int>(RunOnStreams(calls[0], group->rank(0), nullptr).code), static_cast<int>(gemm::Status::kOk));
     CUDA_OK(cudaDeviceSynchronize());
     const auto* record = group->rank(0).record();
     EXPECT_EQ(record->failed, 1u);
@@ -97,10 +103,168 @@ TEST(ALatePeer) {
     const auto out = ToHost<uint16_t>(operands[0].gemm.out, OutElements(shape, 2));
     for (const uint16_t bits : out) nans += std::isnan(FromBF16(bits));
     EXPECT_EQ(nans, static_cast<int>(scatter ? out.size() : out.size() / 2));  // of a gather: the peer's rows
-    const gemm::Status refused = RunOnStreams(calls[0], *group, 0, nullptr);
+    const gemm::Status refused = RunOnStreams(calls[0], group->rank(0), nullptr);
     EXPECT(refused.code == gemm::Status::kInternal);
     EXPECT_CONTAINS(refused.message, "rank 0 waited");
   }
+}
+
+std::vector<float> Floats(const void* device, size_t count) {
+  const auto bits = ToHost<uint16_t>(device, count);
+  std::vector<float> floats(count);
+  std::transform(bits.begin(), bits.end(), floats.begin(), FromBF16);
+  return floats;
+}
+
+double RelativeError(const std::vector<float>& got, const std::vector<float>& want) {
+  double difference = 0, norm = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    const double d = static_cast<double>(got[i]) - want[i];
+    difference += std::isfinite(d) ? d * d : 1e30;
+    norm += static_cast<double>(want[i]) * want[i];
+  }
+  return std::sqrt(difference / norm);
+}
+
+void RunOnce(DeviceGroup& group, const std::vector<CollectiveGemm>& calls) {
+  WarmUp(group, calls);
+  OnAllRanks(group, [&](int r, cudaStream_t stream) { Require(RunOnStreams(calls[r], group.rank(r), stream)); });
+}
+
+// Against the same call with a bfloat16 result: E4M3 rounds to 3 bits behind the first, 1.9e-2 of random values.
+TEST(FP8ResultsAndAmax) {
+  for (const int t : {2, 3}) {
+    for (const bool scatter : {true, false}) {
+      const Shape shape{scatter, 400 * t, 256 * t, 512 * t};
+      const auto group = MakeGroup(t, size_t{16} << 20);
+      const auto operands = OperandsOf(shape, *group);
+      const size_t count = OutElements(shape, t);
+      std::vector<CollectiveGemm> calls;
+      for (int r = 0; r < t; ++r) calls.push_back(CallOf(shape, {2, false, false}, t, operands[r]));
+      RunOnce(*group, calls);
+      std::vector<std::vector<float>> want;
+      float largest = 0;
+      for (int r = 0; r < t; ++r) {
+        want.push_back(Floats(calls[r].gemm.out, count));
+        for (const float value : want.back()) largest = std::max(largest, std::abs(value));
+      }
+      const float scale = 400.0f / largest;
+      for (int r = 0; r < t; ++r) {
+        CUDA_OK(cudaSetDevice(group->rank(r).device()));
+        auto* scalars = Allocate<float>(512);
+        CUDA_OK(cudaMemcpy(scalars, &scale, sizeof(float), cudaMemcpyHostToDevice));
+        calls[r].gemm.out_dtype = DType::kE4M3;
+        calls[r].gemm.out = Allocate(count);
+        calls[r].gemm.out_scale = scalars;
+        calls[r].gemm.amax = scalars + 64;
+        calls[r].problem.sum = true;
+      }
+      RunOnce(*group, calls);
+      for (int r = 0; r < t; ++r) {
+        const auto codes = ToHost<uint8_t>(calls[r].gemm.out, count);
+        std::vector<float> got(count);
+        std::transform(codes.begin(), codes.end(), got.begin(),
+                       [&](uint8_t code) { return TableOf(DType::kE4M3)[code] / scale; });
+        const double error = RelativeError(got, want[r]);
+        EXPECT(error < 4e-2);
+        float rank_largest = 0;
+        for (const float value : want[r]) rank_largest = std::max(rank_largest, std::abs(value));
+        const float amax = ToHost<float>(calls[r].gemm.amax, 1)[0];
+        EXPECT(std::abs(amax - rank_largest) <= 0.005f * rank_largest);
+        if (r == 0) std::printf("  %s to FP8, %d ranks: error %.2e\n", scatter ? "rs" : "ag", t, error);
+      }
+    }
+  }
+}
+
+// Copies runs of rows so that those of a block, one in each of `batch` parts, are one piece; or back.
+void* Regrouped(const void* from, int t, int batch, int64_t run, size_t row, bool back) {
+  auto* to = static_cast<char*>(Allocate(static_cast<size_t>(t * batch * run) * row));
+  for (int block = 0; block < t; ++block) {
+    for (int part = 0; part < batch; ++part) {
+      size_t apart = static_cast<size_t>((part * t + block) * run) * row;
+      size_t together = static_cast<size_t>((block * batch + part) * run) * row;
+      if (back) std::swap(apart, together);
+      CUDA_OK(cudaMemcpy(to + together, static_cast<const char*>(from) + apart, static_cast<size_t>(run) * row,
+                         cudaMemcpyDeviceToDevice));
+    }
+  }
+  return to;
+}
+
+// Blocks that are several runs of rows, as a batch dimension makes them: the same as the rows in another order.
+TEST(Batches) {
+  constexpr int kBatch = 3, kRanks = 2;
+  constexpr int64_t kRun = 80;
+  for (const bool scatter : {true, false}) {
+    const Shape shape{scatter, kRanks * kBatch * kRun, 512, 512};
+    const auto group = MakeGroup(kRanks, size_t{16} << 20);
+    auto operands = OperandsOf(shape, *group);
+    std::vector<CollectiveGemm> calls;
+    for (int r = 0; r < kRanks; ++r) {
+      calls.push_back(CallOf(shape, {2, false, !scatter}, kRanks, operands[r]));
+      calls[r].batch = kBatch;
+    }
+    RunOnce(*group, calls);
+    const auto row = static_cast<size_t>(calls[0].gemm.n) * 2, lhs_row = static_cast<size_t>(calls[0].gemm.k);
+    std::vector<std::vector<float>> got;
+    std::vector<std::vector<uint8_t>> kept;
+    const size_t count = OutElements(shape, kRanks);
+    for (int r = 0; r < kRanks; ++r) {
+      CUDA_OK(cudaSetDevice(group->rank(r).device()));
+      const void* out = calls[r].gemm.out;
+      got.push_back(Floats(scatter ? out : Regrouped(out, kRanks, kBatch, kRun, row, false), count));
+      if (scatter) {
+        calls[r].gemm.lhs = Regrouped(calls[r].gemm.lhs, kRanks, kBatch, kRun, lhs_row, false);
+      } else {
+        const void* grouped = Regrouped(calls[r].kept, kRanks, kBatch, kRun, lhs_row, false);
+        kept.push_back(ToHost<uint8_t>(grouped, static_cast<size_t>(shape.m) * lhs_row));
+      }
+      calls[r].batch = 1;
+    }
+    RunOnce(*group, calls);
+    for (int r = 0; r < kRanks; ++r) {
+      EXPECT(RelativeError(got[r], Floats(calls[r].gemm.out, count)) < 1e-3);
+      if (!scatter) EXPECT(kept[r] == ToHost<uint8_t>(calls[r].kept, kept[r].size()));
+      if (!scatter) EXPECT_EQ(ToHost<float>(calls[r].kept_scale_inv, 2)[1], 1.0f / 256);
+    }
+  }
+}
+
+std::string TextOf(const std::optional<ChannelError>& error) { return error.has_value() ? error->message : ""; }
+
+// What a program's ranks do: meet, get memory, meet again for something larger, and refuse what differs.
+TEST(ChannelsOfThreads) {
+  constexpr int kRanks = 3;
+  const Shape small{true, 64 * kRanks, 256 * kRanks, 128 * kRanks}, large{false, 512 * kRanks, 512, 256 * kRanks};
+  const auto group = MakeGroup(kRanks, size_t{16} << 20);  // for operands and the comparison
+  LocalBoard board;
+  std::vector<std::unique_ptr<Channel>> channels;
+  for (int r = 0; r < kRanks; ++r) {
+    channels.push_back(std::make_unique<Channel>(board, "devices", r, kRanks, group->rank(r).device()));
+  }
+  for (const Shape& shape : {small, large, small}) {
+    const auto operands = OperandsOf(shape, *group);
+    OnAllRanks(*group, [&](int r, cudaStream_t stream) {
+      const CollectiveGemm call = CallOf(shape, {2, false, false}, kRanks, operands[r]);
+      const std::string why = TextOf(channels[r]->Prepare(call, stream));
+      if (!why.empty()) std::fprintf(stderr, "%s\n", why.c_str());
+      EXPECT(why.empty());
+      for (int i = 0; i < 4; ++i) EXPECT(!channels[r]->Run(call, stream).has_value());
+    });
+    EXPECT(Compare(shape, operands, *group).frobenius < kTolerance);
+  }
+  EXPECT(channels[0]->self().slot_bytes() == size_t{512} * 512);
+  const auto operands = OperandsOf(small, *group);
+  std::vector<std::string> said(kRanks), later(kRanks);
+  OnAllRanks(*group, [&](int r, cudaStream_t stream) {
+    const CollectiveGemm call = CallOf(small, {r == 2 ? 1 : 2, false, false}, kRanks, operands[r]);
+    said[r] = TextOf(channels[r]->Prepare(call, stream));
+    later[r] = TextOf(channels[r]->Run(call, stream));
+  });
+  EXPECT_CONTAINS(said[0], "rank 0 of devices has matmul_reduce_scatter, blocks of 64 rows, k=256, n=384");
+  EXPECT_CONTAINS(said[0], "2 pieces; rank 2 has");
+  for (const std::string& each : later) EXPECT_CONTAINS(each, "has failed before: ");
 }
 
 }  // namespace
