@@ -79,8 +79,8 @@ def arena_bytes(ranks: int, slot: int) -> int:
     """Bytes of device memory, outside of jax's, that a group of ``ranks`` keeps on each device for slots of that size.
 
     ``ArenaLayout`` in csrc/comm: flags and scratch; two slots for each rank, each after 256 bytes; a block on its way
-    to each; the own partial product in float32; rounded up to 2 MiB. With the largest ``slot_bytes`` of a program this is
-    what one group has: calls share it. The GEMMs' workspace comes on top (32 MiB).
+    to each; the own partial product in float32; rounded up to 2 MiB. Calls of a group share it, so ``slot`` is the
+    largest of their ``slot_bytes``. The GEMMs' workspace comes on top (32 MiB).
     """
     slot = -(-slot // 256) * 256
     used = ranks * MAX_CHUNKS * 128 + 256 + 2 * ranks * (256 + slot) + ranks * slot + 2 * slot

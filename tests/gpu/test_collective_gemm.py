@@ -16,7 +16,7 @@ def free_port():
 
 
 def test_two_processes():
-    program = pathlib.Path(__file__).with_name("two_processes.py")
+    program = pathlib.Path(__file__).parents[1] / "primitives" / "collective_processes.py"
     port = free_port()
     both = []
     try:

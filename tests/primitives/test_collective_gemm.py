@@ -2,7 +2,12 @@
 
 import dataclasses
 import functools
+import os
+import pathlib
 import re
+import socket
+import subprocess
+import sys
 import time
 
 import jax
@@ -295,6 +300,25 @@ def test_a_rank_that_does_not_come_is_an_error_on_all_others(kind):
     assert re.search(pattern, str(error.value)), str(error.value)
     expected, magnitude = oracle_of(kind, 4, operands)
     assert_within(run(-1, *operands.values()), expected, error_bound(kind, 4, expected, magnitude, "float32"))
+
+
+def test_two_processes():
+    """CPU devices of several processes share no memory: the plain pair runs."""
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        port = one.getsockname()[1]
+    program = pathlib.Path(__file__).with_name("collective_processes.py")
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    command = [sys.executable, str(program), str(port)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    both = [subprocess.Popen([*command, str(i)], env=environment, **pipes) for i in range(2)]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], "\n\n".join(outputs)
+    assert all(output.rstrip().endswith("done") for output in outputs), outputs
 
 
 # What is refused, and what runs as the plain pair

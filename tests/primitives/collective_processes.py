@@ -1,6 +1,6 @@
-"""One of two processes that multiply together, each with a GPU, which may be the same one.
+"""One of two processes that multiply together, each with a CPU device or a GPU, which may be the same one.
 
-python two_processes.py PORT PROCESS
+python collective_processes.py PORT PROCESS
 """
 
 import sys
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from te_jax import compat
 from te_jax.primitives import CollectiveGemmSpec, collective_gemm
-from te_jax.testing import oracle
+from te_jax.testing import hlo, oracle
 
 SCATTER, GATHER = "matmul_reduce_scatter", "all_gather_matmul"
 
@@ -69,6 +69,7 @@ def check(out, expected):
 
 def main():
     port, process = sys.argv[1], int(sys.argv[2])
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         f"localhost:{port}", num_processes=2, process_id=process, local_device_ids=[0], initialization_timeout=60
     )
@@ -76,20 +77,29 @@ def main():
     assert jax.local_device_count() == 1
     mesh = Mesh(np.array(jax.devices()), ("tp",))
 
+    on_gpu = jax.default_backend() == "gpu"
+
     # Schedules, and an arena that grows with what comes.
-    cases = [(512, 512, 512, fields) for fields in ({"chunks": 2}, {"chunks": 1})] + [(2048, 1024, 1024, {"chunks": 3})]
-    for m, k, n, fields in cases:
+    cases = [(512, 512, 512, {"chunks": 2}), (512, 512, 512, {"chunks": 1}), (2048, 1024, 1024, {"chunks": 3})]
+    for m, k, n, fields in cases if on_gpu else [(64, 128, 64, {"chunks": 1})]:
         for kind in (SCATTER, GATHER):
             for fp8 in (True, False):
                 run, operands, expected = problem(mesh, kind, fp8, m, k, n, **fields)
+                calls = hlo.count_custom_calls(run.lower(*operands).as_text())
+                assert ("te_jax_collective_gemm" in calls) == on_gpu, calls
                 first = check(run(*operands), expected)
                 for out in [run(*operands) for _ in range(5)]:
                     assert check(out, expected) == first
                 print(f"{kind} {m}x{k}x{n} {'fp8' if fp8 else 'bfloat16'} {fields}: right", flush=True)
+    if on_gpu:
+        late_peer(mesh, process)
+    print("done", flush=True)
+
+
+def late_peer(mesh, process):
+    """A peer that doesn't come: NaN, then an error, in the time that was given."""
     run, operands, expected = problem(mesh, SCATTER, True, 512, 512, 512, chunks=2, direct=True)
     check(run(*operands), expected)
-
-    # A peer that doesn't come: NaN, then an error, in the time that was given.
     run, operands, expected = problem(mesh, SCATTER, True, 512, 512, 512, chunks=1, timeout_ms=3000)
     check(run(*operands), expected)
     store = compat.key_value_store()
@@ -101,7 +111,6 @@ def main():
         store.key_value_set("over", "yes")
     else:
         store.blocking_key_value_get("over", 60_000)
-    print("done", flush=True)
 
 
 if __name__ == "__main__":
