@@ -1,16 +1,20 @@
 """Programs lowered for CUDA on a machine without it: targets, attributes, operand order, aliases."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from te_jax import primitives
 from te_jax.primitives import (
     ActivationGradSpec,
     ActivationSpec,
+    CollectiveGemmSpec,
     DequantizeSpec,
     GemmSpec,
     NormGradSpec,
@@ -168,3 +172,69 @@ def test_spec_attributes_are_typed_as_in_the_c_structs():
     assert type(attributes["alpha"]) is np.float32
     assert type(attributes["contract_dims"]) is np.int64
     assert type(attributes["fp8"]) is bool
+
+
+def collective(kind, specs, out_specs, **fields):
+    """collective_gemm in shard_map over two devices that nobody has."""
+    spec = CollectiveGemmSpec(kind=kind, axis_name="tp", bias=True, chunks=2, **fields)
+
+    def local(x, w, s, t, bias):
+        return primitives.collective_gemm(x, w, spec, lhs_scale_inv=s[0], rhs_scale_inv=t[0], bias=bias)[
+            : len(out_specs)
+        ]
+
+    mesh = AbstractMesh((2,), ("tp",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(local, mesh=mesh, in_specs=(*specs, P("tp"), P("tp"), P()), out_specs=out_specs)
+
+
+COLLECTIVE_OPERANDS = (
+    shape(64, 64, dtype=E4M3),
+    shape(48, 64, dtype=E4M3),
+    shape(2, dtype=F32),
+    shape(2, dtype=F32),
+    shape(48),
+)
+
+
+def test_a_collective_has_the_place_of_its_device_as_an_operand():
+    """And nothing in front of it or behind it that communicates; the schedule is in the spec."""
+    split = P(None, "tp"), P(None, "tp")
+    scatter = collective("matmul_reduce_scatter", split, (P("tp"),), fast_accumulation=True)
+    text = cuda_text(scatter, *COLLECTIVE_OPERANDS)
+    call = the_call(text)
+    assert call.endswith(
+        "(tensor<64x32xf8E4M3FN>, tensor<48x32xf8E4M3FN>, tensor<f32>, tensor<f32>, tensor<48xbf16>, tensor<2xi32>) -> "
+        "tensor<32x48xbf16>"
+    )
+    assert (
+        'spec = {amax = false, axis_name = "tp", bias = true, chunks = 2 : i64, direct = false, equal_scales = false, '
+        'fast_accumulation = true, fp8 = true, group = "tp=2: tp", keep_gathered = false, '
+        'kind = "matmul_reduce_scatter", lhs_scaling = "tensor", out_dtype = "bfloat16", ranks = 2 : i64, '
+        'rhs_contract_first = false, rhs_scaling = "tensor", timeout_ms = 120000 : i64}' in call
+    )
+    gather = collective("all_gather_matmul", (P("tp"), P()), (P("tp"), P("tp"), P("tp")), keep_gathered=True)
+    assert the_call(cuda_text(gather, *COLLECTIVE_OPERANDS)).endswith(
+        "-> (tensor<64x48xbf16>, tensor<64x64xf8E4M3FN>, tensor<2xf32>)"
+    )
+    for name in ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "collective_permute"):
+        assert f"stablehlo.{name}" not in text
+
+
+def test_a_collective_without_kernels_is_the_gemm_and_the_collective():
+    """The product is a custom call where there is one for it."""
+    split = P(None, "tp"), P(None, "tp")
+    scatter = collective("matmul_reduce_scatter", split, (P("tp"),))
+    traced = jax.jit(scatter).trace(*COLLECTIVE_OPERANDS)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert hlo.count_custom_calls(text).total() == 0
+    assert text.count("stablehlo.all_to_all") == 1
+    small = functools.partial(CollectiveGemmSpec, kind="matmul_reduce_scatter", axis_name="tp", fp8=False)
+    mapped = jax.shard_map(
+        lambda x, w: primitives.collective_gemm(x, w, small()).out,
+        mesh=AbstractMesh((2,), ("tp",), axis_types=(AxisType.Auto,)),
+        in_specs=split,
+        out_specs=P("tp"),
+    )
+    text = cuda_text(mapped, shape(64, 64), shape(48, 64))  # too small to pay
+    assert hlo.count_custom_calls(text) == {"te_jax_gemm": 1}
+    assert text.count("stablehlo.all_to_all") == 1
