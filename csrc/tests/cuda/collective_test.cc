@@ -3,11 +3,14 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -228,6 +231,67 @@ TEST(Batches) {
       if (!scatter) EXPECT(kept[r] == ToHost<uint8_t>(calls[r].kept, kept[r].size()));
       if (!scatter) EXPECT_EQ(ToHost<float>(calls[r].kept_scale_inv, 2)[1], 1.0f / 256);
     }
+  }
+}
+
+// Back to back, each with a shape, a kind and a schedule of its own, into results that were NaN; every element of every
+// result is looked at. Ranks are at their own pace: now and then one rests.
+TEST(TenThousandCalls) {
+  constexpr int kKinds = 24, kRounds = 100, kCallsARound = 50;
+  for (const int t : {2, 3}) {
+    const auto group = MakeGroup(t, size_t{4} << 20);
+    std::minstd_rand random(17);
+    const auto pick = [&](int64_t low, int64_t high) { return low + static_cast<int64_t>(random() % (high - low + 1)); };
+    struct Kind {
+      Shape shape;
+      std::vector<CollectiveGemm> calls;            // by rank
+      std::vector<std::vector<uint16_t>> expected;  // by rank
+    };
+    std::vector<Kind> kinds;
+    for (int i = 0; i < kKinds; ++i) {
+      Kind kind;
+      kind.shape = {i % 2 == 0, t * pick(1, 300), t * 16 * pick(2, 20), t * 16 * pick(1, 20)};
+      const auto operands = OperandsOf(kind.shape, *group);
+      const bool direct = kind.shape.scatter && i % 4 == 0, keep = !kind.shape.scatter && i % 4 == 1;
+      const Schedule schedule{static_cast<int>(pick(1, 4)), direct, keep};
+      for (int r = 0; r < t; ++r) {
+        kind.calls.push_back(CallOf(kind.shape, schedule, t, operands[r]));
+        kind.calls[r].problem.granularity = 16;
+      }
+      RunOnce(*group, kind.calls);
+      EXPECT(Compare(kind.shape, operands, *group).frobenius < 2.5e-3);  // of few elements, some of them
+      for (int r = 0; r < t; ++r) {
+        kind.expected.push_back(ToHost<uint16_t>(kind.calls[r].gemm.out, OutElements(kind.shape, t)));
+      }
+      kinds.push_back(std::move(kind));
+    }
+    std::vector<int> order(static_cast<size_t>(kRounds * kCallsARound));
+    for (int& each : order) each = static_cast<int>(pick(0, kKinds - 1));
+    std::vector<long> wrong(t);
+    OnAllRanks(*group, [&](int r, cudaStream_t stream) {
+      std::minstd_rand pace(static_cast<unsigned>(r + 1));
+      std::vector<void*> outs;
+      size_t largest = 0;
+      for (const Kind& kind : kinds) largest = std::max(largest, kind.expected[r].size() * sizeof(uint16_t));
+      for (int i = 0; i < kCallsARound; ++i) outs.push_back(Allocate(largest));
+      for (int round = 0; round < kRounds; ++round) {
+        for (void* out : outs) CUDA_OK(cudaMemsetAsync(out, 0xff, largest, stream));
+        for (int i = 0; i < kCallsARound; ++i) {
+          CollectiveGemm call = kinds[order[round * kCallsARound + i]].calls[r];
+          call.gemm.out = outs[i];
+          if (pace() % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(pace() % 300));
+          Require(RunOnStreams(call, group->rank(r), stream));
+        }
+        CUDA_OK(cudaStreamSynchronize(stream));
+        for (int i = 0; i < kCallsARound; ++i) {
+          const auto& expected = kinds[order[round * kCallsARound + i]].expected[r];
+          const auto got = ToHost<uint16_t>(outs[i], expected.size());
+          for (size_t j = 0; j < got.size(); ++j) wrong[r] += got[j] != expected[j];
+        }
+      }
+    });
+    for (int r = 0; r < t; ++r) EXPECT_EQ(wrong[r], 0l);
+    std::printf("  %d calls, %d ranks\n", kRounds * kCallsARound, t);
   }
 }
 
