@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -36,6 +37,7 @@ import te_jax as te
 
 MODULES = ("core_attn", "qkv_linear", "fc1")  # their inputs: 335 MB a layer of the transformer
 SKIPS = ("core_attn", "context")  # what lets the backward pass skip the projection before attention and attention
+RECIPES = {"delayed": te.DelayedScaling(), "none": None}
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 NO_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
 
@@ -70,13 +72,14 @@ LAYERS = {
     "offload x, core_attn, context": Variant(offload=("attn_norm", *SKIPS)),
     "offload core_attn, context": Variant(offload=SKIPS),
     "offload x, context": Variant(offload=("attn_norm", "context")),
+    "offload x, context, mlp_norm": Variant(offload=("attn_norm", "context", "mlp_norm")),
     "save core_attn, context": Variant(save=SKIPS, options=CONCURRENT),
     "no remat": Variant(remat=False, options=CONCURRENT),
 }
 LONGEST = {
     "remat": LAYERS["remat"],
     "save core_attn, context": LAYERS["save core_attn, context"],
-    "offload x, core_attn, context": LAYERS["offload x, core_attn, context"],
+    "offload x, context": LAYERS["offload x, context"],
 }
 CASES = {"toy": TOY, "layers": LAYERS, "longest": LONGEST}
 
@@ -98,16 +101,23 @@ def toy(variant: Variant, args: argparse.Namespace) -> tuple[Any, Any, Any]:
     def loss(w, x):
         return jnp.mean(te.remat.scan(layer, x, w, policy=variant.policy)[0].astype(jnp.float32) ** 2)
 
-    make = jax.jit(lambda key: jax.random.normal(key, (layers, 2, width, width), jnp.bfloat16) * width**-0.5)
+    weights = normal(jax.random.key(0), (layers, 2, width, width), jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (width, width), jnp.bfloat16)
-    return jitted(jax.value_and_grad(loss), variant, carry=True), make(jax.random.key(0)), x
+    return jitted(jax.value_and_grad(loss), variant, carry=True), weights, x
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """[layers, ..., K, N] of standard deviation 1 / sqrt(K), made layer by layer: the step is to have the peak."""
+    make = lambda key: (jax.random.normal(key, shape[1:], jnp.float32) * shape[-2] ** -0.5).astype(dtype)  # noqa: E731
+    return jax.lax.map(make, jax.random.split(key, shape[0]))
 
 
 def stack(variant: Variant, args: argparse.Namespace) -> tuple[te.flax.LayerStack, int]:
     """The layers, and their width."""
     width, hidden = 4096 // args.scale, 14336 // args.scale
     layer = te.flax.TransformerLayer(
-        32, hidden, num_kv_heads=8, head_dim=width // 32, recipe=te.DelayedScaling(), dtype=jnp.bfloat16
+        32, hidden, num_kv_heads=8, head_dim=width // 32, recipe=RECIPES[args.recipe], dtype=jnp.bfloat16
     )
     return te.flax.LayerStack(layer, args.layers, variant.policy), width
 
@@ -116,7 +126,12 @@ def transformer(variant: Variant, args: argparse.Namespace) -> tuple[Any, Any, A
     """(jitted step, variables whose FP8 state has seen a step, x)."""
     model, width = stack(variant, args)
     x = jax.random.normal(jax.random.key(1), (args.batch, args.seq, width), jnp.bfloat16)
-    variables = jax.jit(model.init)(jax.random.key(0), x[:1, :32])
+    init = functools.partial(model.init, jax.random.key(0), x[:1, :32])
+    params = jax.eval_shape(init)["params"]
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(params))))
+    make = lambda leaf: normal(next(keys), leaf.shape, leaf.dtype) if leaf.ndim > 2 else jnp.ones_like(leaf)  # noqa: E731
+    state = jax.jit(lambda: te.state.split(init())[1])()
+    variables = te.state.merge({"params": jax.tree.map(make, params)}, state)
     return jitted(step_of(model), variant), variables, x
 
 
@@ -140,7 +155,7 @@ def measure(case: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
     compiled = step.lower(weights, x).compile()
     memory = compiled.memory_analysis()
     compiled_s = time.perf_counter() - start
-    if case != "toy":
+    if case == "layers":
         _, grads = compiled(weights, x)
         weights = next_state(weights, grads)
         del grads
@@ -158,6 +173,8 @@ def measure(case: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "case": case,
         "variant": name,
+        "recipe": "none" if case == "toy" else args.recipe,
+        "layers": 8 if case == "toy" else args.layers,
         "ms": round(statistics.median(times), 2),
         "ms_least": round(min(times), 2),
         "loss": float(loss),
@@ -170,33 +187,44 @@ def measure(case: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def longest(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The longest sequence of ``args.quantum`` times n tokens whose step fits, and one step of it."""
+    """The longest sequence of ``args.quantum`` times n tokens whose step fits into ``args.limit``, and one step of it.
+
+    The time is that of the first step, which also chooses the algorithms of GEMMs and pins host memory.
+    """
     variant = LONGEST[name]
     model, width = stack(variant, args)
     variables = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 32, width), jnp.bfloat16))
     step = jitted(step_of(model), variant)
 
+    @functools.cache
     def bytes_of(n: int) -> int:
         x = jax.ShapeDtypeStruct((1, n * args.quantum, width), jnp.bfloat16)
         memory = step.lower(variables, x).compile().memory_analysis()
         return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 
-    low, high = 1, 2
-    while bytes_of(high) <= args.limit:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if bytes_of(middle) <= args.limit else (low, middle)
-    args.batch, args.seq, args.steps, args.warmup = 1, low * args.quantum, 1, 0
+    # Memory is linear in tokens, nearly: a line through two sizes says where to look.
+    n = 4
+    slope = (bytes_of(2 * n) - bytes_of(n)) / n
+    n = int(2 * n + (args.limit - bytes_of(2 * n)) / slope)
+    while bytes_of(n) > args.limit:
+        n -= 1
+    while bytes_of(n + 1) <= args.limit:
+        n += 1
+    args.batch, args.seq, args.steps, args.warmup = 1, n * args.quantum, 1, 0
     return measure("longest", name, args) | {"tokens": args.seq}
 
 
 def child(case: str, name: str, args: argparse.Namespace, grads: str) -> dict[str, Any]:
     """One variant in a process of its own."""
     own = [case, "--variant", name, "--grads", grads]
-    for flag in ("scale", "layers", "batch", "seq", "steps", "warmup", "limit", "quantum"):
+    for flag in ("scale", "layers", "recipe", "batch", "seq", "steps", "warmup", "limit", "quantum"):
         own += [f"--{flag}", str(getattr(args, flag))]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    algorithms = str(pathlib.Path(grads).with_name("algorithms.json"))  # the same for all: the first one times them
+    environment = {
+        **os.environ,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "TE_JAX_GEMM_ALGORITHMS_FILE": algorithms,
+    }
     command = [sys.executable, __file__, *own]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.timeout)
     if done.returncode:
@@ -218,6 +246,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="JSON lines are added to this file")
     parser.add_argument("--scale", type=int, default=1, help="divide widths, to try the script on a CPU")
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--recipe", choices=RECIPES, default="delayed")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=9)

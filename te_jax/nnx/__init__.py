@@ -9,6 +9,7 @@ from te_jax.nnx.grad import grad, value_and_grad
 from te_jax.nnx.layers import Dense, DenseGeneral, LayerNormDense, LayerNormMLP
 from te_jax.nnx.module import Module
 from te_jax.nnx.sequential import Sequential
+from te_jax.nnx.stack import LayerStack
 from te_jax.nnx.state import FP8State
 from te_jax.nnx.transformer import MultiHeadAttention, TransformerLayer
 from te_jax.nnx.variables import to_variables, update
@@ -19,6 +20,7 @@ __all__ = [
     "FP8State",
     "LayerNormDense",
     "LayerNormMLP",
+    "LayerStack",
     "Module",
     "MultiHeadAttention",
     "Sequential",

@@ -43,11 +43,12 @@ MAXTEXT = {
     "moe_mlpwi_0": "moe_act_input",
     "moe_mlpwi_1": "moe_act_input",
 }
-# Of MaxText's, too, but no backward pass here reads them: the next layer's input, or a sum with it, takes their place.
-UNREAD = ("mlpwo", "moe_mlpwo")
+# What linears return, MaxText's names too. No op here reads it in its backward pass, so it has the name only where
+# te.remat.name gives it: in a mixture of experts, whose weights' gradient reads it.
+RESULTS = ("mlpwo", "moe_mlpwo")
 
-TENSORS = (*(f"{m}_input" for m in MODULES), *(f"{m}_kernel" for m in LINEARS), CONTEXT)
-NAMES: tuple[str, ...] = tuple(sorted({*MODULES, *TENSORS, *MAXTEXT, *UNREAD}))
+TENSORS = (*(f"{m}_input" for m in MODULES), *(f"{m}_kernel" for m in LINEARS), CONTEXT, *RESULTS)
+NAMES: tuple[str, ...] = tuple(sorted({*MODULES, *TENSORS, *MAXTEXT}))
 """Every name that ``te.remat.policy`` knows: of modules (meaning their inputs), of tensors, and MaxText's."""
 
 

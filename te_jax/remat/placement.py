@@ -9,11 +9,17 @@ from collections.abc import Generator
 
 import jax
 
-from te_jax import config
+from te_jax import compat, config
 from te_jax.errors import check_value
 
 PINNED = "pinned_host"
 PIPELINING = "xla_gpu_enable_pipelined_host_offloading"
+
+RIGHT_SINCE = (0, 11, 1)
+"""The first jaxlib whose programs for CUDA read offloaded residuals of a scan in the order of its backward pass.
+
+0.10.2 and 0.11.0 (compiled for an H200) read them in that of the forward pass: wrong gradients, without a word.
+"""
 
 _hiding: contextvars.ContextVar[bool] = contextvars.ContextVar("te_jax_hiding", default=False)
 
@@ -37,11 +43,20 @@ def memory_kinds() -> tuple[str, ...]:
     return tuple(sorted(memory.kind for memory in jax.local_devices()[0].addressable_memories()))
 
 
-def check_pinned_memory() -> None:
+def check_can_offload() -> None:
     """Raises ValueError where tensors can't be offloaded."""
     kinds = memory_kinds()
     got = f"{jax.default_backend()} with {', '.join(kinds) or 'none'}"
     check_value(PINNED in kinds, "remat.policy", "offload", f"a device that reaches {PINNED} memory", got)
+
+    if jax.default_backend() == "gpu":
+        wrong = compat.jaxlib_version() < RIGHT_SINCE
+        expected = f"jaxlib {_text(RIGHT_SINCE)} or newer: older ones compile a scan that reads another layer's tensor"
+        check_value(not wrong, "remat.policy", "offload", expected, _text(compat.jaxlib_version()))
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def why_exposed() -> str | None:

@@ -38,7 +38,7 @@ class Policy:
         if not isinstance(tensor, str):  # no equation of checkpoint_name
             return _of_jax((), ())(primitive, *types, **params)
         if tensor in self.offload and _bytes(types[0]) >= self.min_bytes:
-            placement.check_pinned_memory()
+            placement.check_can_offload()
             placement.warn_if_exposed(tensor)
             return _of_jax((), (tensor,))(primitive, *types, **params)
         kept = self.save | self.offload
@@ -134,8 +134,6 @@ def _check_known(argument: str, name: str, extra: tuple[str, ...]) -> None:
 def _tensors(asked: Iterable[str], extra: tuple[str, ...]) -> Iterable[str]:
     """The tensors that the names mean: one of ``extra_names`` may be a module's or a tensor's."""
     for name in asked:
-        if name in known.UNREAD:
-            continue
         yield known.tensor_of(name)
         if name in extra:
             yield f"{name}_input"

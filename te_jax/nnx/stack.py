@@ -1,0 +1,54 @@
+"""LayerStack: the same nnx layer many times, scanned over, with a remat policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+from jax import Array
+
+from te_jax.errors import check_type, check_value
+from te_jax.remat import Policy
+
+
+class LayerStack(nnx.Module):
+    """y = layer(... layer(x)): ``num_layers`` times; ``layers`` is one module whose variables are stacked.
+
+    One ``nnx.scan``, whose layers keep for the backward pass what ``policy`` says. It is the scan whose copies to and
+    from host memory hide under compute, if the step is compiled by ``te.remat.jit`` (docs/offload.md). Variables have
+    the paths of ``te.flax.LayerStack``.
+    """
+
+    def __init__(
+        self,
+        make_layer: Callable[[nnx.Rngs], nnx.Module],
+        num_layers: int,
+        *,
+        policy: Policy | None = None,
+        rngs: nnx.Rngs,
+    ):
+        """Makes the layers.
+
+        Args:
+          make_layer: ``lambda rngs: te.nnx.TransformerLayer(..., rngs=rngs)``: x -> y of the type of x.
+          num_layers: how many.
+          policy: of ``te.remat.policy``; None: everything is kept, on the device.
+          rngs: split over the layers.
+        """
+        check_type(callable(make_layer), "nnx.LayerStack", "make_layer", "a function of nnx.Rngs", repr(make_layer))
+        ok = isinstance(num_layers, int) and num_layers > 0
+        check_value(ok, "nnx.LayerStack", "num_layers", "a positive int", repr(num_layers))
+        self.policy = policy
+        create = nnx.vmap(make_layer, in_axes=0, out_axes=0)
+        self.layers: Any = nnx.split_rngs(splits=num_layers)(create)(rngs)
+
+    def __call__(self, x: Array, **kwargs: Any) -> Array:
+        """x, and what every layer gets beside it: ``positions``, ``deterministic``, ``use_running_average``."""
+
+        def body(x: Array, layer: Any) -> Array:
+            return layer(x, **kwargs)
+
+        if self.policy is not None:
+            body = nnx.remat(body, policy=self.policy, prevent_cse=False)  # the loop itself keeps XLA from merging
+        return nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
