@@ -67,6 +67,7 @@ LAYERS = {
     "save inputs, no command buffers": Variant(save=MODULES, options=NO_BUFFERS),
     "offload inputs": Variant(offload=MODULES),
     "offload inputs, XLA's defaults": Variant(offload=MODULES, options={}),
+    "offload inputs, forward pipelined": Variant(offload=MODULES, options=te.remat.compiler_options(carry=True)),
     "remat": Variant(options=CONCURRENT),
     "remat, no command buffers": Variant(options=NO_BUFFERS),
     "offload x, core_attn, context": Variant(offload=("attn_norm", *SKIPS)),

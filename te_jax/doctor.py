@@ -13,6 +13,7 @@ from te_jax import config
 from te_jax.primitives import definition, gemm_algorithms, library, spec, support
 from te_jax.quant import state
 from te_jax.recipe import DelayedScaling
+from te_jax.remat import offload, placement
 
 _PACKAGES = ("te_jax", "jax", "jaxlib", "jax-cuda13-plugin", "flax", "orbax-checkpoint", "optax", "numpy", "scipy")
 _PLATFORMS = ("cpu", "cuda")
@@ -118,6 +119,21 @@ def _attention() -> Iterator[str]:
         yield f"{platform}: " + (f"XLA: {reason}" if reason else "cuDNN flash attention")
 
 
+def _offload() -> Iterator[str]:
+    kinds = placement.memory_kinds()
+    reason = placement.why_impossible()
+    yield f"memory: {', '.join(kinds)}: " + (f"can't offload: {reason}" if reason else "can offload")
+    untested = offload.why_untested()
+    yield "compiler options that hide copies: " + (f"not tested with this {untested}" if untested else "tested")
+    exposed = placement.why_exposed()
+    if jax.default_backend() != "gpu":
+        yield "programs for this platform leave everything where it is; te.remat.jit is for those for CUDA"
+    elif exposed:
+        yield f"jax.jit: copies won't hide under compute: {exposed}; te.remat.jit has them"
+    else:
+        yield "jax.jit: XLA_FLAGS have the options"
+
+
 def report() -> str:
     """The text that ``python -m te_jax.doctor`` prints. Initialises jax's backends."""
     running = library.runtime_ffi_api()
@@ -132,6 +148,7 @@ def report() -> str:
     for platform in _PLATFORMS:
         sections[f"what runs on {platform} (sizes permitting: multiples of 16)"] = _custom_calls(platform)
     sections["attention (bfloat16 or float16, head_dim a multiple of 8 up to 128; otherwise XLA)"] = _attention()
+    sections["activation offload (docs/offload.md)"] = _offload()
     sections["repeating bit for bit on CUDA (docs/numerics.md says what does; a CPU always does)"] = _determinism()
     sections["GEMM algorithms chosen by timing (none before a GEMM is run, but for those from a file)"] = _algorithms()
     return "\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items())

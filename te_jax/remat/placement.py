@@ -43,16 +43,21 @@ def memory_kinds() -> tuple[str, ...]:
     return tuple(sorted(memory.kind for memory in jax.local_devices()[0].addressable_memories()))
 
 
-def check_can_offload() -> None:
-    """Raises ValueError where tensors can't be offloaded."""
+def why_impossible() -> str | None:
+    """Why tensors can't be offloaded on the default device; None if they can."""
     kinds = memory_kinds()
-    got = f"{jax.default_backend()} with {', '.join(kinds) or 'none'}"
-    check_value(PINNED in kinds, "remat.policy", "offload", f"a device that reaches {PINNED} memory", got)
+    if PINNED not in kinds:
+        return f"{jax.default_backend()} reaches no {PINNED} memory, but {', '.join(kinds) or 'none'}"
+    if jax.default_backend() == "gpu" and compat.jaxlib_version() < RIGHT_SINCE:
+        version, since = _text(compat.jaxlib_version()), _text(RIGHT_SINCE)
+        return f"jaxlib {version} compiles scans that read another layer's tensor; {since} and newer don't"
+    return None
 
-    if jax.default_backend() == "gpu":
-        wrong = compat.jaxlib_version() < RIGHT_SINCE
-        expected = f"jaxlib {_text(RIGHT_SINCE)} or newer: older ones compile a scan that reads another layer's tensor"
-        check_value(not wrong, "remat.policy", "offload", expected, _text(compat.jaxlib_version()))
+
+def check_can_offload(tensor: str) -> None:
+    """Raises ValueError where a tensor can't be offloaded."""
+    reason = why_impossible()
+    check_value(reason is None, "remat.policy", f"offload of {tensor}", f"a device with {PINNED} memory", reason)
 
 
 def _text(version: tuple[int, ...]) -> str:

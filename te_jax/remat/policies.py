@@ -38,7 +38,7 @@ class Policy:
         if not isinstance(tensor, str):  # no equation of checkpoint_name
             return _of_jax((), ())(primitive, *types, **params)
         if tensor in self.offload and _bytes(types[0]) >= self.min_bytes:
-            placement.check_can_offload()
+            placement.check_can_offload(tensor)
             placement.warn_if_exposed(tensor)
             return _of_jax((), (tensor,))(primitive, *types, **params)
         kept = self.save | self.offload
@@ -88,11 +88,11 @@ def policy(
     extra = _names("extra_names", extra_names)
     if isinstance(save, Mapping):
         check_value(not tuple(offload), "remat.policy", "offload", "nothing beside a dictionary", repr(offload))
-        save, offload = _from_mapping(save)
+        recomputed, save, offload = _from_mapping(save)
+        _check_known("save", _names("save", recomputed), extra)
     saved, offloaded = _names("save", save), _names("offload", offload)
     for argument, asked in (("save", saved), ("offload", offloaded)):
-        for name in asked:
-            _check_known(argument, name, extra)
+        _check_known(argument, asked, extra)
     on_device, on_host = (frozenset(_tensors(asked, extra)) for asked in (saved, offloaded))
     both = sorted(on_device & on_host)
     check_value(
@@ -112,23 +112,23 @@ def _names(argument: str, asked: Any) -> tuple[str, ...]:
     return asked
 
 
-def _from_mapping(places: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """(save, offload) of a dictionary of names to places."""
+def _from_mapping(places: Mapping[str, str]) -> tuple[list[str], ...]:
+    """The names of a dictionary by place, in the order of ``_PLACES``."""
     for name, place in places.items():
         check_value(place in _PLACES, "remat.policy", f"save[{name!r}]", " or ".join(map(repr, _PLACES)), repr(place))
-        if place == "remat":
-            check_type(isinstance(name, str), "remat.policy", "save", "names", repr(name))
-    saved, offloaded = ([n for n, place in places.items() if place == wanted] for wanted in _PLACES[1:])
-    return saved, offloaded
+    return tuple([name for name, place in places.items() if place == wanted] for wanted in _PLACES)
 
 
-def _check_known(argument: str, name: str, extra: tuple[str, ...]) -> None:
-    if name in known.NAMES or name in extra or any(name in (f"{e}_input", f"{e}_kernel") for e in extra):
-        return
-    near = difflib.get_close_matches(name, (*known.NAMES, *extra), n=1)
-    expected = f"a name of te.remat.NAMES ({', '.join(known.NAMES)}) or of extra_names ({', '.join(extra) or 'none'})"
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(message("remat.policy", argument, expected, f"{name!r}{hint}"))
+def _check_known(argument: str, asked: Iterable[str], extra: tuple[str, ...]) -> None:
+    of_extra = {f"{name}_{tensor}" for name in extra for tensor in ("input", "kernel")}
+    for name in asked:
+        if name in known.NAMES or name in extra or name in of_extra:
+            continue
+        near = difflib.get_close_matches(name, (*known.NAMES, *extra), n=1)
+        names, others = ", ".join(known.NAMES), ", ".join(extra) or "none"
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        expected = f"a name of te.remat.NAMES ({names}) or of extra_names ({others})"
+        raise ValueError(message("remat.policy", argument, expected, f"{name!r}{hint}"))
 
 
 def _tensors(asked: Iterable[str], extra: tuple[str, ...]) -> Iterable[str]:

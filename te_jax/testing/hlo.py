@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import re
 
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -21,6 +22,9 @@ _HLO_CALLED = re.compile(
     r"(?:to_apply|calls|body|condition|true_computation|false_computation|branch_computations)="
     r"(\{[^}]*\}|%?[\w.$-]+)"
 )
+_HLO_START = re.compile(r" [\w-]+-start\(")
+_HLO_DONE = re.compile(r" [\w-]+-done\((%?[\w.$-]+)\)")
+_HOST = "S(5)"  # the memory space, in layouts
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 
 
@@ -66,6 +70,51 @@ def custom_calls(compiled_text: str, prefix: str = "te_jax_") -> list[CustomCall
             calls.append(CustomCall(target[1], inline or named, _shapes(result), line.strip()))
         shapes[name] = _shapes(rest.split("(")[0] if not rest.startswith("(") else _between_brackets(rest))
     return calls
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCopy:
+    """An asynchronous copy between device and host memory, in a program whose instructions are scheduled.
+
+    Attributes:
+      computation: the computation that it is in, such as the body of a loop.
+      to_host: which way.
+      tensor: (dtype, dims) of what is copied.
+      before: kernels of that computation (custom calls and fusions) that run before the copy starts.
+      during: those between its start and its end, under which it hides.
+    """
+
+    computation: str
+    to_host: bool
+    tensor: tuple[str, tuple[int, ...]]
+    before: int
+    during: int
+
+
+def host_copies(compiled_text: str) -> list[HostCopy]:
+    """The asynchronous copies to and from host memory of a compiled program, in the order in which they end."""
+    copies: list[HostCopy] = []
+    computation, kernels, started = "", 0, {}
+    for line in compiled_text.splitlines():
+        if header := _HLO_COMPUTATION.match(line):
+            computation, kernels, started = header[1], 0, {}
+        name, equals, rest = line.strip().removeprefix("ROOT ").partition(" = ")
+        if not equals:
+            continue
+        if start := _HLO_START.search(rest):
+            types = rest[: start.start()]
+            if _HOST in types:
+                # ((operands), results, context): the smallest that is no index is what moves.
+                results = types[len(_between_brackets(types[1:])) + 2 :]
+                tensor = min((s for s in _shapes(types) if s[1]), key=lambda s: math.prod(s[1]))
+                started[name] = (_HOST in results, tensor, kernels)
+        elif done := _HLO_DONE.search(rest):
+            if done[1] in started:
+                to_host, tensor, before = started.pop(done[1])
+                copies.append(HostCopy(computation, to_host, tensor, before, kernels - before))
+        elif re.search(r" (?:custom-call|fusion)\(", rest) and "AllocateBuffer" not in rest:
+            kernels += 1
+    return copies
 
 
 def count_collectives(compiled_text: str) -> collections.Counter[str]:
