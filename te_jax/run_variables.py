@@ -126,11 +126,11 @@ class RunVariables(nn.Module, kw_only=True):
         return {key: init(part) for key, part in run.state_parts().items()}
 
     @nn.nowrap
-    def _fp8_state(self, run: Run, part_name: str) -> dict[str, dict[str, Array]]:
+    def _fp8_state(self, run: Run, part: RunPart) -> dict[str, dict[str, Array]]:
         """The FP8 state of a run, from its variables: one for all linears without groups, one for each with."""
         state = {}
         for key, shapes in jax.eval_shape(lambda: self._init_state(run)).items():
-            name = _state_name(run, part_name, key)
+            name = _state_name(part, key)
             state[key] = self._leaves(name, shapes, lambda key=key: self._init_state(run)[key])
         return state
 
@@ -155,12 +155,12 @@ class RunVariables(nn.Module, kw_only=True):
         return dict(state)
 
     @nn.nowrap
-    def _put_next_state(self, run: Run, part_name: str, next_state: State) -> None:
+    def _put_next_state(self, part: RunPart, next_state: State) -> None:
         """Inside of ``updating_state``: the state that a run's forward pass leaves, of several uses combined."""
         if self.is_initializing() or not self.is_mutable_collection(NEXT):
             return
         for key, leaves in next_state.items():
-            name = _state_name(run, part_name, key)
+            name = _state_name(part, key)
             if self.has_variable(NEXT, name):
                 leaves = fp8_state.accumulate(self.get_variable(NEXT, name), leaves)
             self.put_variable(NEXT, name, leaves)
@@ -242,9 +242,9 @@ class RunVariables(nn.Module, kw_only=True):
         return tuple(given[names[i]] if i in names else None for i in range(len(run.links)))
 
 
-def _state_name(run: Run, part_name: str, key: str) -> str:
+def _state_name(part: RunPart, key: str) -> str:
     """The variable that holds one part of a run's FP8 state."""
-    return f"fp8_{part_name}" if key == SHARED else f"fp8_{'_'.join(map(str, run.links[int(key)].path))}{GROUPED}"
+    return f"fp8_{part.name}" if key == SHARED else f"fp8_{part.name_of(int(key))}{GROUPED}"
 
 
 def _type_name(array: Any) -> str:

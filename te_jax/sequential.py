@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -39,6 +39,12 @@ class ChainModule(RunVariables, kw_only=True):
 
     forward_rules: tuple[Rule, ...] = dataclasses.field(default=FORWARD_RULES, repr=False)  # dozens of lines
     backward_rules: tuple[Rule, ...] = dataclasses.field(default=BACKWARD_RULES, repr=False)
+
+    fixed_order: ClassVar[bool] = False
+    """Whether ``chain`` gives linears of the same names in the same order, whatever the attributes are.
+
+    Otherwise the FP8 state of linears with names is under these names.
+    """
 
     def chain(self) -> Sequence[Op | nn.Module | Callable[[Array], Array] | Sequence]:
         """The ops, in order. A Flax module or a function of one array runs as it is, and ends a fusion window.
@@ -101,14 +107,14 @@ class ChainModule(RunVariables, kw_only=True):
         params, dtype = self._run_params(part, x, source, scopes)
         run, extra_types = self._make_run(chain, part, TensorType(x.shape, dtype), extras, source)
         keys = tuple(self.make_rng("dropout") if p.op.needs_key(deterministic) else None for p in part.places)
-        state = self._fp8_state(run, part.name)
+        state = self._fp8_state(run, part)
         types.check_on_device(name, {"params": params, fp8_state.COLLECTION: state})
         params, kernels = self._kernels(run, part, params, state)
         health = self._health(run, part)
         cast = tuple(extra.astype(type_.dtype) for extra, type_ in zip(extras, extra_types, strict=True))
         run_it = execute if health is None else functools.partial(probe.probe, health)
         y, extra_outputs, next_state = run_it(run, params, state, kernels, keys, x.astype(dtype), cast)
-        self._put_next_state(run, part.name, next_state)
+        self._put_next_state(part, next_state)
         return y, extra_outputs
 
     @nn.nowrap
@@ -201,7 +207,7 @@ class ChainModule(RunVariables, kw_only=True):
         types.check_input(name, "x", x)
         for i, extra in enumerate(extras):
             types.check_array(name, f"extra input {i}", extra)
-        chain = read_chain(self.chain(), _extras_of)
+        chain = read_chain(self.chain(), _extras_of, fixed=self.fixed_order)
         chain.check_count(name, extras)
         return chain
 
@@ -254,7 +260,8 @@ class Sequential(ChainModule):
 
     Parameters of the i-th op are at ``params/ops_<i>/{kernel,bias,scale}`` (or under its ``name``); an op object listed
     twice shares its parameters, under its first place. FP8 state is at ``_overwrite_with_gradient/fp8_<i>`` for a run
-    of ops that starts at i. A list in the list is part of the chain: op j of it is at ``ops_<i>_<j>``.
+    of ops that starts at i, and at ``fp8_<i>_<names>`` in a chain of several linears with names of their own, so that
+    none gets another's. A list in the list is part of the chain: op j of it is at ``ops_<i>_<j>``.
     """
 
     ops: Sequence[Any] = ()

@@ -199,9 +199,9 @@ def test_a_list_inside_of_a_chain_is_part_of_it():
         plan, other = (module.plan(x) for module in modules(recipe))
         assert plan == other
     variables = [jax.jit(module.init)(jax.random.key(1), x) for module in modules("delayed")]
-    rename = lambda v: {**v, COLLECTION: {"fp8_0_0": v[COLLECTION]["fp8_0"]}}  # noqa: E731
+    rename = lambda v: {**v, COLLECTION: {"fp8_0_0_a_b": v[COLLECTION]["fp8_0_a_b"]}}  # noqa: E731
     assert jax.tree.structure(variables[1]) == jax.tree.structure(rename(variables[0]))
-    kernels = te.quantize_kernels(modules("delayed")[1], variables[1], x)["fp8_kernels"]["fp8_0_0"]
+    kernels = te.quantize_kernels(modules("delayed")[1], variables[1], x)["fp8_kernels"]["fp8_0_0_a_b"]
     assert set(kernels) == {"linear_1_0_0", "linear_1_1_0"}
     (want_y, (want, want_dx)), got = map(gradients, modules("delayed"), variables, (x, x))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves((want_y, (rename(want), want_dx))), strict=True):

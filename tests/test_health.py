@@ -208,8 +208,9 @@ def test_a_mixture_of_experts_is_measured_whole():
     for g in range(2):
         for row, role in enumerate(("x", "kernel", "dy")):
             assert report[f"ops_1/{role}/{g}"].amax == stepped[f"fp8_1_grouped/{row}/{g}"].amax
-    assert report["ops_2/x"].amax == stepped["fp8_0/3"].amax
-    assert report["ops_2/dy"].amax == stepped["fp8_0/4"].amax
+    run = "fp8_0_ops_0_ops_2_x_dy_ops_4"
+    assert report["ops_2/x"].amax == stepped[f"{run}/3"].amax
+    assert report["ops_2/dy"].amax == stepped[f"{run}/4"].amax
     assert te.health.Monitor().update(0, report) == []
 
 

@@ -268,13 +268,17 @@ def test_scales_go_to_linears_and_what_else_is_quantized_starts_anew():
     module = te.Sequential([ops.Quantize(True, True), up, ops.GELU(), down, experts, up], recipe=recipe)
     kernel = jnp.zeros((2, K, K))
     source = {**variables, "params": {**variables["params"], "experts": {"kernel": kernel}}}
-    with pytest.warns(UserWarning, match=r"none of \['ops_0/x', 'ops_0/dy', 'fp8_4_grouped'\], which start anew"):
+    with pytest.warns(
+        UserWarning, match=r"none of \['ops_0/x', 'ops_0/dy', 'fp8_4_experts_grouped'\], which start anew"
+    ):
         imported = te.interop.import_variables(module, source, X, jnp.asarray([20, 12]))
     assert_same(imported["params"], source["params"])
-    grouped = imported[OWG]["fp8_4_grouped"]
+    grouped = imported[OWG]["fp8_4_experts_grouped"]
     assert grouped["uses"].shape == (2, 3, 66)
     assert not any(leaf.any() for leaf in grouped.values())
-    scales = fp8_state.read(imported[OWG]["fp8_0"], jnp.asarray([448, 57344] + [448, 448, 57344] * 3), recipe).scale
+    scales = fp8_state.read(
+        imported[OWG]["fp8_0_ops_0_x_dy_up_down_up"], jnp.asarray([448, 57344] + [448, 448, 57344] * 3), recipe
+    ).scale
     plain = te.interop.import_variables(ours(recipe), variables, X)
     want = next_scales(plain, recipe)
     np.testing.assert_array_equal(scales, [0, 0, *want, *want[:3]])
@@ -283,11 +287,11 @@ def test_scales_go_to_linears_and_what_else_is_quantized_starts_anew():
 def test_the_history_of_flax_in_its_order():
     variables, _ = trained_in_flax(nn.Fp8DirectDotGeneralOp, FACTORS)
     imported = te.interop.import_variables(ours(te.DelayedScaling(amax_history_len=6)), variables, X)
-    history = np.asarray(imported[OWG]["fp8_0"]["amax_history"][0]) * 2.0**64
+    history = np.asarray(imported[OWG]["fp8_0_up_down"]["amax_history"][0]) * 2.0**64
     amaxes = [np.abs(factor * X).max() for factor in FACTORS]
     np.testing.assert_array_equal(history, [*reversed(amaxes), 0])
     short = te.interop.import_variables(ours(te.DelayedScaling(amax_history_len=2)), variables, X)
-    history = np.asarray(short[OWG]["fp8_0"]["amax_history"][0]) * 2.0**64
+    history = np.asarray(short[OWG]["fp8_0_up_down"]["amax_history"][0]) * 2.0**64
     np.testing.assert_array_equal(history, [amaxes[4], amaxes[1]])  # the newest, and the largest of the others
 
 

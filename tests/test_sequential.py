@@ -116,7 +116,7 @@ def test_parameter_paths():
         "head": {"kernel": (32, 16)},
     }
     assert jax.tree.map(jnp.shape, variables[STATE]) == {
-        "fp8_0": {"amax_history": (6, 4), "scale": (6,), "uses": (6, 66)}
+        "fp8_0_ops_1_head": {"amax_history": (6, 4), "scale": (6,), "uses": (6, 66)}
     }
 
 

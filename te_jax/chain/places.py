@@ -31,6 +31,11 @@ def position(path: Path) -> str:
     return "ops" + "".join(f"[{i}]" for i in path)
 
 
+def scope_of(path: Path) -> str:
+    """``ops_3_0``: the scope of an op without a name of its own."""
+    return "ops_" + "_".join(map(str, path))
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """One basic op, its place in the user's list and the scope of its parameters."""
@@ -127,17 +132,13 @@ def _flat(items: Sequence[Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _scope(path: Path, item: Any) -> str:
-    return "ops_" + "_".join(map(str, path)) if item.name is None else item.name
+    return scope_of(path) if item.name is None else item.name
 
 
 def _check_scope(path: Path, item: Any, scope: Any) -> None:
-    """A scope is a name in the checkpoint too, which joins names with "." and "/"; fp8_<i> is the state's."""
-    ok = (
-        isinstance(scope, str)
-        and not any(c in scope for c in "./")
-        and re.fullmatch(r"fp8_[\d_]+(grouped)?", scope) is None
-    )
-    expected = "None or a string without '.' and '/' that isn't fp8_<number>"
+    """A scope is a name in the checkpoint too, which joins names with "." and "/"; fp8_<i>... is the state's."""
+    ok = isinstance(scope, str) and not any(c in scope for c in "./") and re.match(r"fp8_\d", scope) is None
+    expected = "None or a string without '.' and '/' that doesn't begin as fp8_<number>"
     check_value(ok, "Sequential", f"name of {position(path)} ({type(item).__name__})", expected, repr(scope))
 
 

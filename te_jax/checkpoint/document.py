@@ -26,6 +26,7 @@ from etils import epath
 
 from te_jax.checkpoint import versions
 from te_jax.checkpoint.checksums import checksums
+from te_jax.checkpoint.runs import BY_NAME
 from te_jax.checkpoint.versions import FORMAT_VERSION
 from te_jax.errors import check_value
 from te_jax.primitives import gemm_algorithms
@@ -43,6 +44,7 @@ def make(recipe: Recipe | None, items: Mapping[str, Any]) -> dict[str, Any]:
         "format_version": FORMAT_VERSION,
         "recipe": None if recipe is None else recipe.to_json(),
         "items": sorted(items),
+        "fp8_state_names": BY_NAME,
         "checksums": {name: checksums(tree) for name, tree in items.items()},
         "gemm_algorithms": gemm_algorithms.table(),
         "determinism": gemm_algorithms.determinism(),

@@ -12,7 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from te_jax.checkpoint import document, reading, recipes, trees
+from te_jax.checkpoint import document, reading, recipes, runs, trees
 from te_jax.errors import check_collections, check_type, check_value, message, warn
 from te_jax.primitives import gemm_algorithms
 from te_jax.quant import state
@@ -119,7 +119,8 @@ class Manager:
             opt_state and extras may be left out, with a ``UserWarning`` if they are stored.
           step: the latest if None.
           migrate: go on with another recipe than the checkpoint's: FP8 state is created, dropped, or brought to another
-            length of history as `migrate_state` says, with a ``UserWarning`` that names both recipes.
+            length of history as `migrate_state` says, with a ``UserWarning`` that names both recipes. Or with other
+            linears: FP8 state of the same linears in the same order is kept, other is new or dropped, with a warning.
 
         Raises:
           FileNotFoundError: there is no complete checkpoint.
@@ -144,7 +145,16 @@ class Manager:
             reading.plan_migration(wanted, described, stored, self._recipe, folder)
         dropped = changed and not isinstance(self._recipe, DelayedScaling)
         reading.check_items(wanted, described, folder, dropped)
+        matched = None
+        if "fp8_state" in wanted:
+            kept = reading.metadata(folder, "fp8_state")
+            matched = runs.match(kept, wanted["fp8_state"], described, folder, partial=migrate)
+            wanted["fp8_state"] = matched.to_read
         loaded = reading.read(folder, described, wanted)
+        if matched is not None:
+            loaded["fp8_state"] = matched.rebuild(loaded["fp8_state"])
+            for text in matched.texts:
+                warn(text)
         if changed:
             old = loaded.get("fp8_state", {})
             loaded["fp8_state"] = recipes.migrate_state(old, stored, self._recipe, state_like)

@@ -17,6 +17,7 @@ from te_jax.recipe import DelayedScaling, Recipe
 
 RESTORE = "checkpoint.restore"
 _HINT = "for a model of another recipe than the checkpoint's: restore(..., recipe=<the model's>, migrate=True)"
+_HINT_RUNS = f"{_HINT}; with migrate=True linears that the checkpoint has no FP8 state of get a new one, too"
 _PARAMS = "te.checkpoint.restore_params(directory, variables['params'])"
 
 logger = logging.getLogger("te_jax.checkpoint")
@@ -83,7 +84,7 @@ def read(
       ValueError: names, shapes or dtypes differ, or an item can't be read or is not what was saved.
     """
     for name, tree in wanted.items():
-        trees.check_matches(op, name, metadata(folder, name, op), tree, _HINT if name == "fp8_state" else "")
+        trees.check_matches(op, name, metadata(folder, name, op), tree, _HINT_RUNS if name == "fp8_state" else "")
     # Orbax warns of items without a handler.
     handlers: dict[str, Any] = {document.DOCUMENT: ocp.JsonCheckpointHandler()}
     handlers |= {name: ocp.StandardCheckpointHandler() for name in wanted}

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from te_jax.checkpoint.runs import created
 from te_jax.errors import check_type, check_value, message
 from te_jax.quant import state
 from te_jax.quant.state_trees import is_run
@@ -133,7 +134,7 @@ def migrate_state(
     old, new = _runs("fp8", fp8, stored), _runs("like", like, model)
     structure = jax.tree.structure(like, is_leaf=is_run)
     if not isinstance(stored, DelayedScaling):
-        return jax.tree.unflatten(structure, [_created(run) for run in new.values()])
+        return jax.tree.unflatten(structure, [created(run) for run in new.values()])
     names = f"the quantizers of the checkpoint, {sorted(old)}"
     check_value(old.keys() == new.keys(), _OP, "like", names, f"those of the model, {sorted(new)}")
     reset = any(getattr(stored, field) != getattr(model, field) for field in _OF_SCALES)
@@ -200,16 +201,6 @@ def _multiple(uses: jax.Array) -> jax.Array:
     """f32[..., Q]: by what values are multiplied in the leaves, 0 if there was no use."""
     uses = uses.astype(jnp.float32)
     return uses[..., : state.RUNGS].sum(-1) + uses[..., state.NO_AMAX]
-
-
-def _created(like: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a run of quantizers that have seen nothing: all zero, see state.init."""
-    return {
-        name: np.zeros(leaf.shape, leaf.dtype)
-        if isinstance(leaf, np.ndarray)
-        else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-        for name, leaf in like.items()
-    }
 
 
 def _runs(argument: str, tree: Mapping[str, Any], recipe: Recipe | None) -> dict[str, Mapping[str, Any]]:

@@ -21,7 +21,7 @@ _SHOWN = 6  # leaves named in an error
 
 def named_leaves(tree: Any) -> dict[str, Any]:
     """The leaves by their paths, joined by "/"."""
-    return {"/".join(_keys(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {"/".join(keys(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def storable(op: str, item: str, tree: Any) -> Any:
@@ -33,8 +33,8 @@ def storable(op: str, item: str, tree: Any) -> Any:
     """
 
     def convert(path: Any, leaf: Any) -> Any:
-        name = f"{item}/{'/'.join(_keys(path))}"
-        check_value(not any("." in key for key in _keys(path)), op, name, "names without '.'", name)
+        name = f"{item}/{'/'.join(keys(path))}"
+        check_value(not any("." in key for key in keys(path)), op, name, "names without '.'", name)
         if _is_key(leaf):
             return jax.random.key_data(leaf)
         if isinstance(leaf, np.generic):
@@ -143,7 +143,7 @@ def _describe(leaf: Any) -> str:
     return f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
 
-def _keys(path: Any) -> list[str]:
+def keys(path: Any) -> list[str]:
     """Names of a path, the same for dict keys, attributes, named tuples and positions."""
     return [str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", None)))) for entry in path]
 

@@ -4,6 +4,7 @@
 |---|---|
 | 1 | items of orbax, recipe, GEMM algorithms, what wrote it |
 | 2 | checksums of every leaf and of the document; which settings of determinism the run had |
+| 3 | FP8 state of chains whose ops have names is under these names, where it was under places alone |
 
 A new version adds a function here, that makes its document from the one before, and a stored checkpoint to tests/data.
 """
@@ -13,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from te_jax.checkpoint.runs import BY_PLACE
 from te_jax.errors import message
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Document = dict[str, Any]
 
@@ -25,7 +27,11 @@ def _from_1(document: Document) -> Document:
     return {**document, "checksums": {}, "determinism": None}
 
 
-MIGRATIONS: Mapping[int, Callable[[Document], Document]] = {1: _from_1}
+def _from_2(document: Document) -> Document:
+    return {**document, "fp8_state_names": BY_PLACE}
+
+
+MIGRATIONS: Mapping[int, Callable[[Document], Document]] = {1: _from_1, 2: _from_2}
 
 
 def is_newer(document: Any) -> bool:

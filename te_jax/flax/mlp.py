@@ -63,6 +63,8 @@ class LayerNormMLP(ChainModule, kw_only=False):
             *((ops.AddResidual(),) if self.residual else ()),
         )
 
+    fixed_order = True
+
     @nn.compact
     def __call__(self, x: Array, *, deterministic: bool = True) -> Array:  # type: ignore[override]
         """x [*lead, K] -> [*lead, features], in ``dtype``."""

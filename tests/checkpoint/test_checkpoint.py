@@ -94,7 +94,7 @@ def test_layout_and_plain_orbax(tmp_path):
     items = {"params", "collections", "fp8_state", "opt_state", "extras", "te_jax"}
     assert items <= {path.name for path in folder.iterdir()}
     document = json.loads((folder / "te_jax" / "metadata").read_text())
-    assert document["format_version"] == checkpoint.FORMAT_VERSION == 2
+    assert document["format_version"] == checkpoint.FORMAT_VERSION == 3
     assert document["recipe"] == RECIPE.to_json()
     fp8 = variables[state.COLLECTION]
     with ocp.StandardCheckpointer() as reader:
