@@ -4,8 +4,9 @@
 //
 // Kernels on the stream, in this order:
 //   StartGroups   one block: where each group ends, and whether any scale has to be derived; zeroes the maxima
-//   GroupAmax     if an amax is wanted alone or a scale may be derived; its blocks return at once if none has to be
-//   WriteGroups   if data or data_t is wanted; takes the amax too, unless the kernel before has
+//   GroupAmax     if an amax is wanted alone or a scale may be derived; its blocks return at once if none has to be, and
+//                 read what belongs to groups whose scale is
+//   WriteGroups   if data or data_t is wanted; takes the amax of the other groups too
 #ifndef TE_JAX_KERNELS_GROUP_PASS_CUH_
 #define TE_JAX_KERNELS_GROUP_PASS_CUH_
 
@@ -31,9 +32,10 @@ struct GroupParams {
   // The workspace.
   int64_t* ends;      // [groups]
   uint32_t* maxima;   // [groups], bits
-  uint32_t* derives;  // [1]: whether any scale is derived from its group's amax
+  uint32_t* derives;  // [1]: whether the scale of any group with rows is derived from its amax
 };
 
+constexpr int kMaxAmaxBlocks = 1056;  // eight per multiprocessor of an H200, twice as many as it has room for
 constexpr int kMaxGroupsPerThread = kMaxGroups / kThreads;
 static_assert(kMaxGroups % kThreads == 0);
 
@@ -71,80 +73,12 @@ __global__ void __launch_bounds__(kThreads) StartGroups(GroupParams params) {
   int derives = 0;
   for (int64_t g = threadIdx.x; g < params.groups; g += kThreads) {
     params.maxima[g] = 0;
-    derives |= params.scale[g] == 0.0f;
+    // A group without rows needs no scale: one that waits for its first tokens costs no pass.
+    const bool empty = params.group_sizes != nullptr && params.group_sizes[g] <= 0;
+    derives |= params.scale[g] == 0.0f && !empty;
   }
   derives = __syncthreads_or(derives);
   if (threadIdx.x == 0) *params.derives = derives;
-}
-
-// The group of a row; `groups` for one that belongs to none.
-__device__ inline int64_t GroupOf(const GroupParams& params, int64_t row) {
-  if (row >= params.rows) return params.groups;
-  if (params.group_rows > 0) return row / params.group_rows;
-  int64_t low = 0, high = params.groups;  // the first group that ends behind the row
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (params.ends[middle] > row) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
-  }
-  return low;
-}
-
-// The groups of this thread's rows. Empty groups lie between neighbouring rows, so all but the first are searched too.
-struct RowGroups {
-  int64_t group[kRowsPerThread];
-  __device__ RowGroups(const GroupParams& params, const Place& at) {
-    group[0] = GroupOf(params, at.row);
-#pragma unroll
-    for (int r = 1; r < kRowsPerThread; ++r) {
-      const int64_t row = at.row + r, last = group[r - 1];
-      const bool same = row < params.rows && last < params.groups && params.group_rows == 0 && row < params.ends[last];
-      group[r] = same ? last : GroupOf(params, row);
-    }
-  }
-};
-
-// The maxima of the tile's rows, each [kRowsPerThread] of a thread, into those of their groups.
-__device__ inline void AddMaxima(const GroupParams& params, const float (&row_amax)[kRowsPerThread],
-                                 const RowGroups& groups, uint32_t* maxima) {
-#pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {
-    // The lanes of a warp hold 4 groups of 4 rows in 8 chunks: those of one row, then those of one group of tokens.
-    uint32_t bits = __float_as_uint(row_amax[r]);
-    const int group = static_cast<int>(groups.group[r]);
-    const unsigned mask = __match_any_sync(kFullMask, group);
-    bits = __reduce_max_sync(mask, bits);
-    const bool leads = static_cast<int>(threadIdx.x % kWarp) == __ffs(mask) - 1;
-    if (leads && group < params.groups && bits != 0) atomicMax(maxima + group, __float_as_uint(AmaxFromBits(bits)));
-  }
-}
-
-template <class Loader>
-__global__ void __launch_bounds__(kThreads) GroupAmax(Loader loader, GroupParams params, bool always) {
-  AwaitPredecessor();
-  if (!always && *params.derives == 0) return;
-  const int64_t num_tiles = NumRowTiles(params.rows) * NumColTiles(params.cols);
-  for (int64_t index = blockIdx.x; index < num_tiles; index += gridDim.x) {
-    const Place at(index, params.cols);
-    const Operands<Loader> operands(loader, at, params.rows, params.cols);
-    const RowGroups groups(params, at);
-    float row_amax[kRowsPerThread] = {};
-#pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) {
-      if (groups.group[r] >= params.groups || at.col >= params.cols) continue;
-      float y[Loader::kOutputs][kChunk];
-      loader.Compute(at.row + r, operands.fragment[r], operands.column, y);
-#pragma unroll
-      for (int plane = 0; plane < Loader::kOutputs; ++plane) {
-#pragma unroll
-        for (int i = 0; i < kChunk; ++i) row_amax[r] = MaxMagnitude(row_amax[r], y[plane][i]);
-      }
-    }
-    AddMaxima(params, row_amax, groups, params.maxima);
-  }
 }
 
 __device__ inline float ScaleOfGroup(const GroupParams& params, int64_t group) {
@@ -155,28 +89,173 @@ __device__ inline float ScaleOfGroup(const GroupParams& params, int64_t group) {
   return scale > 0.0f ? scale : __uint_as_float(kNaNBits);  // a broken state must be loud
 }
 
+// The groups of a tile's first and last row; `groups` for a row that belongs to none. Of most tiles they are the same.
+struct GroupSpan {
+  int first, last;
+};
+
+// By the whole block. A row's group is the number of groups that end at it or before.
+__device__ inline GroupSpan SpanOf(const GroupParams& params, int64_t tile_row) {
+  const int64_t last_row = min(tile_row + kTileRows, params.rows) - 1;
+  if (params.group_rows > 0) {
+    return {static_cast<int>(tile_row / params.group_rows), static_cast<int>(last_row / params.group_rows)};
+  }
+  GroupSpan span{0, 0};
+  for (int64_t before = 0; before < params.groups; before += kThreads) {
+    const int64_t g = before + threadIdx.x;
+    const int64_t end = g < params.groups ? params.ends[g] : params.rows;
+    span.first += __syncthreads_count(end <= tile_row);
+    span.last += __syncthreads_count(end <= last_row);
+  }
+  return span;
+}
+
+// The group of a row that is inside of a tile with that span.
+__device__ inline int GroupOf(const GroupParams& params, const GroupSpan& span, int64_t row) {
+  if (span.first == span.last) return span.first;
+  if (params.group_rows > 0) return static_cast<int>(row / params.group_rows);
+  int low = span.first, high = span.last;  // the first group that ends behind the row
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (params.ends[middle] > row) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
+// What the rows of a tile belong to, in shared memory.
+struct TileGroups {
+  alignas(16) int group[kTileRows];    // `groups`: none
+  alignas(16) float scale[kTileRows];  // of the group
+  uint32_t maxima[kTileRows];
+  uint32_t scratch[kWarps];
+};
+
+// The rows of this thread.
+struct ThreadGroups {
+  int group[kRowsPerThread];
+  __device__ ThreadGroups(const TileGroups& tile, const Place& at) {
+    const int4 groups = *reinterpret_cast<const int4*>(&tile.group[kRowsPerThread * at.group]);
+    group[0] = groups.x;
+    group[1] = groups.y;
+    group[2] = groups.z;
+    group[3] = groups.w;
+  }
+};
+static_assert(kRowsPerThread == 4);
+
+// The maximum of a group grows to `bits` at least. Few do: of many blocks with rows of a group most find it grown
+// already, and a read doesn't wait for its turn as an atomic does. It may be an old one, which is lower.
+__device__ inline void Raise(uint32_t* maximum, uint32_t bits) {
+  bits = __float_as_uint(AmaxFromBits(bits));
+  if (__ldcg(maximum) < bits) atomicMax(maximum, bits);
+}
+
+// The maxima of the tile's rows, each [kRowsPerThread] of a thread, into those of their groups. By the whole block.
+__device__ inline void AddMaxima(const GroupParams& params, const float (&row_amax)[kRowsPerThread], const Place& at,
+                                 const GroupSpan& span, TileGroups& tile) {
+  const int lane = threadIdx.x % kWarp;
+  if (span.first == span.last) {
+    float amax = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) amax = MaxMagnitude(amax, row_amax[r]);
+    const uint32_t bits = BlockMax<kThreads>(__float_as_uint(amax), tile.scratch);
+    if (threadIdx.x == 0 && span.first < params.groups) Raise(params.maxima + span.first, bits);
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    uint32_t bits = __float_as_uint(row_amax[r]);
+#pragma unroll
+    for (int offset = 1; offset < kChunksPerTile; offset *= 2) {
+      bits = max(bits, __shfl_xor_sync(kFullMask, bits, offset));
+    }
+    if (at.chunk == 0) tile.maxima[kRowsPerThread * at.group + r] = bits;
+  }
+  __syncthreads();
+  if (threadIdx.x < kTileRows) {  // whole warps
+    const int group = tile.group[threadIdx.x];
+    const unsigned mask = __match_any_sync(kFullMask, group);
+    const uint32_t bits = __reduce_max_sync(mask, tile.maxima[threadIdx.x]);
+    if (lane == __ffs(mask) - 1 && group < params.groups) Raise(params.maxima + group, bits);
+  }
+  __syncthreads();  // the tile's memory may be written again
+}
+
+// A block's part are tiles that follow each other, along a row of tiles first: what it finds goes to memory once for
+// each of those rows. Tiles of which all scales are given are left out, unless `always`.
+template <class Loader>
+__global__ void __launch_bounds__(kThreads) GroupAmax(Loader loader, GroupParams params, bool always) {
+  __shared__ TileGroups tile;
+  AwaitPredecessor();
+  if (!always && *params.derives == 0) return;
+  const int64_t col_tiles = NumColTiles(params.cols), num_tiles = NumRowTiles(params.rows) * col_tiles;
+  const int64_t share = (num_tiles + gridDim.x - 1) / gridDim.x;
+  int64_t index = blockIdx.x * share;
+  const int64_t end = min(index + share, num_tiles);
+  while (index < end) {
+    Place at(index, params.cols);
+    const int64_t stop = min(end, index + (params.cols - at.tile_col + kTileCols - 1) / kTileCols);
+    const GroupSpan span = SpanOf(params, at.tile_row);
+    bool wanted = false;
+    if (threadIdx.x < kTileRows) {
+      const int64_t row = at.tile_row + threadIdx.x;
+      const int group = row < params.rows ? GroupOf(params, span, row) : static_cast<int>(params.groups);
+      tile.group[threadIdx.x] = group;
+      wanted = group < params.groups && (always || params.scale[group] == 0.0f);
+    }
+    if (__syncthreads_or(wanted)) {
+      const ThreadGroups groups(tile, at);
+      float row_amax[kRowsPerThread] = {};
+      for (; index < stop; ++index, at.col += kTileCols) {
+        if (at.col >= params.cols) continue;
+        const Operands<Loader> operands(loader, at, params.rows, params.cols);
+#pragma unroll
+        for (int r = 0; r < kRowsPerThread; ++r) {
+          if (groups.group[r] >= params.groups) continue;
+          float y[Loader::kOutputs][kChunk];
+          loader.Compute(at.row + r, operands.fragment[r], operands.column, y);
+#pragma unroll
+          for (int plane = 0; plane < Loader::kOutputs; ++plane) {
+#pragma unroll
+            for (int i = 0; i < kChunk; ++i) row_amax[r] = MaxMagnitude(row_amax[r], y[plane][i]);
+          }
+        }
+      }
+      AddMaxima(params, row_amax, at, span, tile);
+    }
+    index = stop;
+    __syncthreads();  // the tile's memory is written again
+  }
+}
+
 // Writes the tile's columns as rows of data_t. A unit of 16 rows lies in one group where each has a copy of its own.
-__device__ inline void WriteTransposedGroups(const TransposedTile& tile, const Place& at, const GroupParams& params,
+__device__ inline void WriteTransposedGroups(const TransposedTile& transposed, const Place& at,
+                                             const GroupParams& params, const TileGroups& tile,
                                              int64_t plane_cols_before) {
   const int unit = threadIdx.x % kUnitsPerTile;
   const int64_t row = at.tile_row + unit * kUnit;
   const bool ragged = params.group_rows == 0;
   const int64_t length = ragged ? PaddedTokens(params.rows) : params.group_rows;
   if (row >= (ragged ? length : params.rows)) return;
-  const int64_t group = ragged ? 0 : row / params.group_rows;
+  const int64_t group = ragged ? 0 : tile.group[unit * kUnit];
   uint8_t* to = params.data_t + (group * params.cols + plane_cols_before) * length + (row - group * length);
 #pragma unroll
   for (int column = threadIdx.x / kUnitsPerTile; column < kTileCols; column += kThreads / kUnitsPerTile) {
     if (at.tile_col + column >= params.cols) continue;
-    const uint4 value = *reinterpret_cast<const uint4*>(&tile[column][(unit ^ (column / kChunk)) * 4]);
+    const uint4 value = *reinterpret_cast<const uint4*>(&transposed[column][(unit ^ (column / kChunk)) * 4]);
     *reinterpret_cast<uint4*>(to + (at.tile_col + column) * length) = value;
   }
 }
 
 template <class Loader>
-__global__ void __launch_bounds__(kThreads) WriteGroups(Loader loader, GroupParams params) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSM<Loader>) WriteGroups(Loader loader, GroupParams params) {
   constexpr int kPlanes = Loader::kOutputs;
-  __shared__ alignas(16) TransposedTile tiles[kPlanes];
+  __shared__ alignas(16) TransposedTile transposed[kPlanes];
+  __shared__ TileGroups tile;
   AwaitPredecessor();
   if (blockIdx.x == 0) {
     for (int64_t g = threadIdx.x; g < params.groups; g += kThreads) {
@@ -188,7 +267,17 @@ __global__ void __launch_bounds__(kThreads) WriteGroups(Loader loader, GroupPara
   // From the end: what an amax pass has read last is still in the L2 cache.
   const Place at(gridDim.x - 1 - blockIdx.x, params.cols);
   const Operands<Loader> operands(loader, at, params.rows, params.cols);
-  const RowGroups groups(params, at);
+  const GroupSpan span = SpanOf(params, at.tile_row);
+  bool given = false;  // a maximum that no pass before has found
+  if (threadIdx.x < kTileRows) {
+    const int64_t row = at.tile_row + threadIdx.x;
+    const int group = row < params.rows ? GroupOf(params, span, row) : static_cast<int>(params.groups);
+    tile.group[threadIdx.x] = group;
+    tile.scale[threadIdx.x] = group < params.groups ? ScaleOfGroup(params, group) : 1.0f;
+    given = group < params.groups && params.scale[group] != 0.0f;
+  }
+  given = __syncthreads_or(given);
+  const ThreadGroups groups(tile, at);
   float row_amax[kRowsPerThread] = {};
   uint32_t words[kPlanes][kRowsPerThread][kWords] = {};
 #pragma unroll
@@ -196,7 +285,7 @@ __global__ void __launch_bounds__(kThreads) WriteGroups(Loader loader, GroupPara
     const bool inside = at.row + r < params.rows && at.col < params.cols, belongs = groups.group[r] < params.groups;
     float y[kPlanes][kChunk] = {};
     if (inside && belongs) loader.Compute(at.row + r, operands.fragment[r], operands.column, y);
-    const float scale = belongs ? ScaleOfGroup(params, groups.group[r]) : 1.0f;
+    const float scale = tile.scale[kRowsPerThread * at.group + r];
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane) {
       float magnitude = 0.0f, scaled[kChunk];
@@ -214,15 +303,16 @@ __global__ void __launch_bounds__(kThreads) WriteGroups(Loader loader, GroupPara
       }
     }
   }
-  if (params.amax != nullptr && *params.derives == 0) AddMaxima(params, row_amax, groups, params.maxima);
-  if (params.data_t == nullptr) return;
+  if (params.data_t != nullptr) {
 #pragma unroll
-  for (int plane = 0; plane < kPlanes; ++plane) StoreTransposed(words[plane], at, tiles[plane]);
-  __syncthreads();
+    for (int plane = 0; plane < kPlanes; ++plane) StoreTransposed(words[plane], at, transposed[plane]);
+    __syncthreads();
 #pragma unroll
-  for (int plane = 0; plane < kPlanes; ++plane) {
-    WriteTransposedGroups(tiles[plane], at, params, plane * params.cols);
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      WriteTransposedGroups(transposed[plane], at, params, tile, plane * params.cols);
+    }
   }
+  if (params.amax != nullptr && given) AddMaxima(params, row_amax, at, span, tile);
 }
 
 inline GroupParams MakeGroupParams(int64_t rows, int64_t cols, const QuantizedOut& out, void* memory) {
@@ -257,7 +347,7 @@ cudaError_t LaunchGroupPass(const Loader& loader, int64_t rows, int64_t cols, co
   cudaError_t error = Launch(StartGroups<>, 1, kThreads, stream, params);
   if (error != cudaSuccess) return error;
   const int64_t num_tiles = NumRowTiles(rows) * NumColTiles(cols);
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(num_tiles, kMaxPartials));
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(num_tiles, kMaxAmaxBlocks));
   const bool always = !Quantizes(out);
   error = Launch(GroupAmax<Loader>, blocks, kThreads, stream, loader, params, always);
   if (error != cudaSuccess || always) return error;

@@ -65,7 +65,28 @@ def test_values_that_are_not_finite(on):
     assert_same(on, lambda x, n, s: P.quantize(x, s, spec, group_sizes=n), x, sizes, scale)
 
 
-@pytest.mark.parametrize("rows", [64, 272])
+@pytest.mark.parametrize("sizes", [(3000, 0, 1, 999, 1000), (0, 5000, 0), (128,) * 32], ids=str)
+@pytest.mark.parametrize("data", [False, True], ids=["amax alone", "quantized"])
+def test_blocks_with_several_tiles(on, sizes, data):
+    """More tiles than blocks look for maxima: a block's tiles are of one group, of several, of groups with a scale."""
+    sizes = np.array(sizes, np.int32)
+    x = random((5000, 2048), seed=3)
+    x[sizes.sum() :] = np.nan
+    x[::1024, 2040] = 64 + np.arange(5)  # the last columns of some rows
+    spec = P.QuantizeSpec(**pass_fields("e4m3", sizes, data=data, data_t=data))
+    for given in (False, True):
+        assert_same(on, lambda x, n, s: P.quantize(x, s, spec, group_sizes=n), x, sizes, scales(sizes, given))
+
+
+def test_stacked_kernels_in_blocks_with_several_tiles(on):
+    w = random((3, 4096, 1040), seed=4) * np.float32(2) ** np.arange(3)[:, None, None]
+    spec = P.QuantizeSpec(**pass_fields("e4m3", range(3), scaling="leading"))
+    for scale in ((0, 2, 0), (1, 2, 3)):
+        w = w.astype(ml_dtypes.bfloat16)
+        assert_same(on, lambda w, s: P.quantize(w, s, spec), w, np.array(scale, np.float32))
+
+
+@pytest.mark.parametrize("rows", [64, 256, 272])
 def test_stacked_kernels_are_the_host_kernel(on, rows):
     w = random((5, rows, N), np.float32) * np.exp2(np.arange(5, dtype=np.float32))[:, None, None]
     spec = P.QuantizeSpec(**pass_fields("e4m3", range(5), scaling="leading"))
