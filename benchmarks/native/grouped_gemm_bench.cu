@@ -82,7 +82,7 @@ int Check(const std::string& kernel) {
       {1, 128, 128, 256, "uniform"},  {4, 512, 256, 512, "uniform"},  {4, 512, 256, 512, "skewed"},
       {5, 777, 272, 528, "short"},    {8, 1000, 512, 304, "sparse"},  {130, 1500, 144, 16, "sparse"},
       {1024, 3000, 64, 272, "skewed"}, {3, 1, 16, 16, "skewed"},      {4, 300, 128, 256, "none"},
-      {6, 2000, 400, 784, "one"},     {7, 0, 64, 64, "none"},
+      {6, 2000, 400, 784, "one"},     {7, 0, 64, 64, "none"},         {2, 1500, 272, 528, "skewed"},
   };
   int wrong = 0, seed = 0;
   for (const Shape& s : shapes) {

@@ -32,13 +32,13 @@ cudaError_t LaunchAs(const GroupedGemmArgs& args, cudaStream_t stream) {
   params.out = args.out;
   // Tiles, of which there are no fewer than works. The last of a group needn't be full.
   const int64_t most = (CeilDiv(args.tokens, Config::kM) + args.groups) * CeilDiv(args.n, Config::kN);
-  return LaunchGroupedKernel<Config>(a, b, params, most, stream);
+  return LaunchGroupedKernel<Config>(a, b, a, params, most, stream);
 }
 
 template <DType kA, DType kB, bool kFast>
 struct Launcher {
   static cudaError_t Launch(const GroupedGemmArgs& args, cudaStream_t stream) {
-    return LaunchAs<GroupedConfig<Ragged::kRows, kA, kB, false, false, kFast>>(args, stream);
+    return LaunchAs<GroupedConfig<Ragged::kRows, kA, kB, false, false, kFast, 2>>(args, stream);
   }
 };
 
@@ -49,8 +49,8 @@ cudaError_t LaunchGroupedGemm(const GroupedGemmArgs& args, cudaStream_t stream) 
   if (args.lhs_dtype != DType::kBF16) return DispatchFP8<Launcher>(args, stream);
   constexpr DType kBF16 = DType::kBF16;
   return args.rhs_contract_first
-             ? LaunchAs<GroupedConfig<Ragged::kRows, kBF16, kBF16, false, true, true>>(args, stream)
-             : LaunchAs<GroupedConfig<Ragged::kRows, kBF16, kBF16, false, false, true>>(args, stream);
+             ? LaunchAs<GroupedConfig<Ragged::kRows, kBF16, kBF16, false, true, true, 2>>(args, stream)
+             : LaunchAs<GroupedConfig<Ragged::kRows, kBF16, kBF16, false, false, true, 2>>(args, stream);
 }
 
 }  // namespace te_jax::kernels

@@ -16,7 +16,8 @@ enum class Ragged { kRows, kContraction };
 // kColumnsA, kColumnsB: elements of that operand that are next to each other in memory are not contracted with each
 // other (BF16 only). kFast: all products are added up by the tensor cores; otherwise each 128, and these in fp32.
 // BF16 products are added up in fp32 by the tensor cores.
-template <Ragged kRagged_, DType kA_, DType kB_, bool kColumnsA_, bool kColumnsB_, bool kFast_>
+// kCluster: blocks that work on neighbouring tiles and share half of what they load, 1 or 2.
+template <Ragged kRagged_, DType kA_, DType kB_, bool kColumnsA_, bool kColumnsB_, bool kFast_, int kCluster_>
 struct GroupedConfig {
   static constexpr Ragged kRagged = kRagged_;
   static constexpr DType kA = kA_, kB = kB_;
@@ -30,8 +31,7 @@ struct GroupedConfig {
   static constexpr int kThreads = 384, kMathThreads = 256;
   static constexpr int kMathRegisters = 232, kLoadRegisters = 40;
 
-  // Blocks that work on neighbouring tiles and share half of what they load. wgrad is faster without: docs/design/0004.
-  static constexpr int kCluster = kRagged == Ragged::kRows ? 2 : 1;
+  static constexpr int kCluster = kCluster_;
   static constexpr int kPartM = kM / kCluster, kPartN = kN / kCluster;  // rows of a and b that a load brings
   static constexpr int kRaster = 16 / kCluster;  // works along M that are done together, 2048 rows, for L2
 
@@ -43,6 +43,11 @@ struct GroupedConfig {
   static constexpr int kContractionAlign = kColumnsA ? 1 : 32;
   // 1024 to align: the swizzle is a function of the address.
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes;
+
+  // What is added to the products of a tile (c) comes in stages behind theirs, in boxes of kM rows of 128 bytes.
+  static constexpr int kBoxBytesC = kM * 128, kBoxesC = kStageBytes / kBoxBytesC;
+  template <class Out>
+  static constexpr int kColumnsC = 128 / sizeof(Out);  // of a box
 };
 
 struct GroupedParams {

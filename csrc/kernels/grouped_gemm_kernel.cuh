@@ -75,10 +75,29 @@ __device__ inline void LoadB(bool both, int part, const CUtensorMap* map, uint32
   }
 }
 
+// c of the tile [kM, kN], in stages of their own.
+template <class Config>
+__device__ inline void LoadC(const GroupedParams& p, const CUtensorMap* map, const GroupedTile& tile,
+                             const GroupedStages<Config>& stages, RingPlace<Config::kStages>& place) {
+  using namespace hopper;
+  const int columns = p.out_f32 ? Config::template kColumnsC<float> : Config::template kColumnsC<__nv_bfloat16>;
+  const int boxes = Config::kN / columns;
+  for (int done = 0; done < boxes; done += Config::kBoxesC, place.Next()) {
+    const int count = min(Config::kBoxesC, boxes - done);
+    Wait(stages.Empty(place.stage), place.parity ^ 1);
+    const uint32_t barrier = stages.Full(place.stage), stage = SharedAddress(stages.Stage(place.stage));
+    ArriveExpect(barrier, count * Config::kBoxBytesC);
+    for (int i = 0; i < count; ++i) {
+      LoadBox(map, stage + i * Config::kBoxBytesC, barrier, tile.column + (done + i) * columns, tile.row, tile.group);
+    }
+  }
+}
+
 // Copies the stages of one tile after the other. By one warp, of which one lane copies. The blocks of a cluster go
 // through the same stages: each loads half of what they share to both, when both have room for it.
 template <class Config>
-__device__ inline void LoadTiles(const CUtensorMap* map_a, const CUtensorMap* map_b, GroupedTiles<Config> tiles,
+__device__ inline void LoadTiles(const GroupedParams& p, const CUtensorMap* map_a, const CUtensorMap* map_b,
+                                 const CUtensorMap* map_c, GroupedTiles<Config> tiles,
                                  const GroupedStages<Config>& stages) {
   using namespace hopper;
   const int rank = blockIdx.x % Config::kCluster;
@@ -107,6 +126,9 @@ __device__ inline void LoadTiles(const CUtensorMap* map_a, const CUtensorMap* ma
         load_b(false, 0);
         load_b(false, 1);
       }
+    }
+    if constexpr (Config::kRagged == Ragged::kContraction) {
+      if (p.c != nullptr) LoadC<Config>(p, map_c, tile, stages, place);
     }
   }
 }
@@ -202,6 +224,34 @@ class GroupedMath {
       } else {
         AddPrecise(sums, blocks, rest);
       }
+    }
+  }
+
+  // sums += c of the tile, of elements Out.
+  template <class Out>
+  __device__ void AddC(float (&sums)[kCount]) {
+    constexpr int kColumns = Config::template kColumnsC<Out>, kBoxes = Config::kN / kColumns;
+    hopper::Pin(sums);  // else ptxas spills
+    const int lane = threadIdx.x % kWarp;  // what of the tile is this thread's: fragment.cuh
+    const int row = group_ * 64 + threadIdx.x / kWarp % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int done = 0; done < kBoxes; done += Config::kBoxesC, place_.Next()) {
+      hopper::Wait(stages_.Full(place_.stage), place_.parity);
+      const uint8_t* rows = stages_.Stage(place_.stage) + row * 128;
+#pragma unroll
+      for (int box = done; box < done + Config::kBoxesC && box < kBoxes; ++box) {
+#pragma unroll
+        for (int i = 0; i < kColumns / 4; ++i) {
+          const int half = i % 2, column = i / 2 * 8 + lane % 4 * 2, byte = column * sizeof(Out);
+          const int unit = (byte / 16) ^ (lane / 4);  // swizzled
+          const uint8_t* at = rows + (box - done) * Config::kBoxBytesC + half * (8 * 128) + unit * 16 + byte % 16;
+          const float2 add = Pair(reinterpret_cast<const Out*>(at));
+          const int j = box * (kColumns / 8) + i / 2;
+          sums[4 * j + 2 * half] += add.x;
+          sums[4 * j + 2 * half + 1] += add.y;
+        }
+      }
+      Release(place_.stage);
     }
   }
 
@@ -325,7 +375,7 @@ class GroupedMath {
 template <class Config>
 __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)
     GroupedGemmKernel(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
-                      const __grid_constant__ GroupedParams p) {
+                      const __grid_constant__ CUtensorMap map_c, const __grid_constant__ GroupedParams p) {
   using namespace hopper;
   extern __shared__ uint8_t shared[];
   __shared__ GroupTable table;
@@ -356,7 +406,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
   const int group = warp / 4;  // the last one loads
   if (group == 2) {
     ShrinkRegisters<Config::kLoadRegisters>();
-    if (warp == Config::kMathThreads / kWarp) LoadTiles<Config>(&map_a, &map_b, tiles, stages);
+    if (warp == Config::kMathThreads / kWarp) LoadTiles<Config>(p, &map_a, &map_b, &map_c, tiles, stages);
     return;
   }
   GrowRegisters<Config::kMathRegisters>();
@@ -364,6 +414,13 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
   for (GroupedTile tile; tiles.Next(tile);) {
     float sums[Config::kN / 2];
     math.Multiply(tile, sums);
+    Scale<Config>(sums, p, tile);
+    if constexpr (Config::kRagged == Ragged::kContraction) {
+      if (p.c != nullptr) {
+        if (p.out_f32) math.template AddC<float>(sums);
+        else math.template AddC<__nv_bfloat16>(sums);
+      }
+    }
     Finish<Config>(sums, p, tile, group * 64 + warp % 4 * 16);
   }
   // The other block loads to here, and arrives at barriers here, until it is done.

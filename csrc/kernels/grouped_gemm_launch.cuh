@@ -24,8 +24,8 @@ bool MakeGroupedMap(CUtensorMap* map, const void* data, const void* any, int64_t
 }
 
 template <class Config>
-cudaError_t LaunchGroupedKernel(const CUtensorMap& a, const CUtensorMap& b, const GroupedParams& params, int64_t works,
-                                cudaStream_t stream) {
+cudaError_t LaunchGroupedKernel(const CUtensorMap& a, const CUtensorMap& b, const CUtensorMap& c,
+                                const GroupedParams& params, int64_t works, cudaStream_t stream) {
   int device = 0, multiprocessors = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess)
@@ -36,7 +36,7 @@ cudaError_t LaunchGroupedKernel(const CUtensorMap& a, const CUtensorMap& b, cons
   if (error != cudaSuccess) return error;
   const int64_t clusters = std::min<int64_t>(works, multiprocessors / Config::kCluster);
   const auto blocks = static_cast<unsigned>(Config::kCluster * clusters);
-  return LaunchWithShared(kernel, dim3(blocks), Config::kThreads, Config::kSharedBytes, stream, a, b, params);
+  return LaunchWithShared(kernel, dim3(blocks), Config::kThreads, Config::kSharedBytes, stream, a, b, c, params);
 }
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
