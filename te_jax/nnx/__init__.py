@@ -6,6 +6,7 @@ and then dy has current scaling. With ``te.nnx.grad`` in place of ``nnx.grad`` i
 
 from te_jax.nnx.accumulate import accumulate_gradients
 from te_jax.nnx.grad import grad, value_and_grad
+from te_jax.nnx.grouped import GroupedDense
 from te_jax.nnx.layers import Dense, DenseGeneral, LayerNormDense, LayerNormMLP
 from te_jax.nnx.module import Module
 from te_jax.nnx.sequential import Sequential
@@ -18,6 +19,7 @@ __all__ = [
     "Dense",
     "DenseGeneral",
     "FP8State",
+    "GroupedDense",
     "LayerNormDense",
     "LayerNormMLP",
     "LayerStack",

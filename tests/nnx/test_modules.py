@@ -40,6 +40,11 @@ CASES = {
         lambda **kw: te.flax.DenseGeneral((4, 8), (1, -1), **kw),
         (jnp.broadcast_to(X[:, None], (2, 8, 16, K)).transpose(1, 2, 0, 3),),
     ),
+    "GroupedDense": (
+        lambda **kw: te.nnx.GroupedDense(3, K, 48, **kw),
+        lambda **kw: te.flax.GroupedDense(3, 48, **kw),
+        (X[0], jnp.array([5, 2, 9])),
+    ),
     "TransformerLayer": (
         lambda **kw: te.nnx.TransformerLayer(K, 2, 48, **kw),
         lambda **kw: te.flax.TransformerLayer(2, 48, **kw),
@@ -80,10 +85,11 @@ def test_results_equal_linens(name):
     assert_close(y, jax.jit(module.apply)(variables, *inputs))
     uses = [leaf for leaf in jax.tree.leaves(te.nnx.to_variables(model)[COLLECTION]) if leaf.shape[-1] == 66]
     for leaf in uses:  # every x and kernel was used once, no dy
-        np.testing.assert_array_equal(leaf[:, 64] * 2.0**64, [1, 1, 0] * (len(leaf) // 3))
+        counts = leaf.reshape(-1, 66)[:, 64]
+        np.testing.assert_array_equal(counts * 2.0**64, [1, 1, 0] * (len(counts) // 3))
 
 
-@pytest.mark.parametrize("name", ["LayerNormMLP", "Sequential"])
+@pytest.mark.parametrize("name", ["LayerNormMLP", "GroupedDense", "Sequential"])
 def test_gradients_equal_linens(name):
     make, make_linen, inputs = CASES[name]
     model, module = make(recipe=DELAYED, rngs=nnx.Rngs(0)), make_linen(recipe=DELAYED)
@@ -277,6 +283,13 @@ def test_errors():
         te.nnx.DenseGeneral((16, 2), 16, rngs=rngs)
     with pytest.raises(ValueError, match=r"DenseGeneral: x: expected sizes \(16,\) to contract"):
         te.nnx.DenseGeneral(16, 16, rngs=rngs)(X)
+    with pytest.raises(ValueError, match=r"GroupedLinear: num_groups: expected a positive int, got 0"):
+        te.nnx.GroupedDense(0, K, 16, rngs=rngs)
+    grouped = te.nnx.GroupedDense(2, K, 16, rngs=rngs)
+    with pytest.raises(ValueError, match=r"GroupedDense: x: expected \[tokens, 32\], got \(2, 16, 32\)"):
+        grouped(X, jnp.array([5, 2]))
+    with pytest.raises(ValueError, match=r"group_sizes: expected no negative size, got group_sizes\[1\] = -2"):
+        grouped(X[0], np.array([5, -2]))
     with pytest.raises(TypeError, match=r"nnx.Sequential: ops\[0\]: expected an op, an nnx module .*ToNNX"):
         te.nnx.Sequential([nn.Dense(3)], 16, rngs=rngs)
     with pytest.raises(ValueError, match=r"name of an op: expected a name that isn't an attribute.*'plan'"):
