@@ -82,15 +82,15 @@ class MoE(nn.Module):
         here = sort_rows(experts_of_rows(arrived_counts, arrived.shape[1]).reshape(-1), local)
         experts = te.Sequential(
             [
-                ops.GroupedLinear(local, 2 * self.hidden_features, use_bias=False, name="fc1"),
+                ops.GroupedLinear(local, 2 * self.hidden_features, use_bias=False, sizes="experts", name="fc1"),
                 ops.SwiGLU(),
-                ops.GroupedLinear(local, x.shape[-1], use_bias=False, name="fc2"),
+                ops.GroupedLinear(local, x.shape[-1], use_bias=False, sizes="experts", name="fc2"),
             ],
             recipe=self.recipe,
             dtype=self.dtype,
             name="experts",
         )
-        y = experts(arrived.reshape(-1, x.shape[-1])[here.order], here.counts, here.counts)
+        y = experts(arrived.reshape(-1, x.shape[-1])[here.order], here.counts)
         back = exchange(y[here.inverse].reshape(arrived.shape), self.axis)
         y = from_buffers(back, counts.sum(1))[sent.inverse].reshape(*routing.weights.shape, -1)
         return jnp.einsum("tk,tkc->tc", routing.weights, y.astype(jnp.float32)).astype(x.dtype), routing.balance_loss

@@ -187,6 +187,44 @@ def test_kernels_that_are_quantized_once():
     np.testing.assert_array_equal(oracle.f64(with_made), oracle.f64(jax.jit(module.apply)(variables, x, sizes)))
 
 
+def mlp(first, second, between):
+    return [
+        [ops.GroupedLinear(G, 2 * N, sizes=first)],
+        between,
+        ops.GroupedLinear(G, K, use_bias=False, sizes=second),
+        ops.AddExtraInput(),
+    ]
+
+
+@pytest.mark.parametrize("between", [ops.SwiGLU(), jax.nn.relu], ids=["one run", "two runs"])
+def test_linears_share_the_sizes(between):
+    """What both name is passed once, where the first takes its own; plan and gradients are those of two inputs."""
+    once, twice = (
+        te.Sequential(mlp(*names, between), recipe=te.DelayedScaling(amax_history_len=2))
+        for names in (("experts",) * 2, (None, "experts"))
+    )
+    x, sizes = setup(None)[2], sizes_of()
+    variables = jax.jit(once.init)(jax.random.key(1), x, sizes, x)
+    shapes = (jax.ShapeDtypeStruct((G,), jnp.int32), jax.ShapeDtypeStruct(x.shape, x.dtype))
+    assert once.extra_input_types(x) == shapes
+    assert once.plan(x, sizes, x) == twice.plan(x, sizes, sizes, x)
+
+    def gradients(module, *extras):
+        return jax.jit(jax.grad(lambda v, x: (module.apply(v, x, *extras) ** 2).sum(), argnums=(0, 1)))(variables, x)
+
+    jax.tree.map(np.testing.assert_array_equal, gradients(once, sizes, x), gradients(twice, sizes, sizes, x))
+    message = r"extra inputs: expected 2, for .*GroupedLinear.* and .*GroupedLinear.*, .*AddExtraInput.*, got 3"
+    with pytest.raises(ValueError, match=message):
+        once.apply(variables, x, sizes, sizes, x)
+    unlike = te.Sequential([ops.GroupedLinear(G, N, sizes="a"), ops.GroupedLinear(G + 1, N, sizes="a")])
+    with pytest.raises(
+        ValueError, match=r"extra input 0, for ops\[1\] \(GroupedLinear\): expected shape \(5,\), got \(4,\)"
+    ):
+        unlike.init(jax.random.key(0), x, sizes)
+    with pytest.raises(TypeError, match="GroupedLinear: sizes: expected None or a name, got ''"):
+        ops.GroupedLinear(G, N, sizes="")
+
+
 def test_errors():
     module, variables, x, _ = setup(te.CurrentScaling())
     for sizes, error, message in (

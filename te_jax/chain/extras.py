@@ -1,5 +1,7 @@
 """Where the extra values of a chain come from and go to: from and to the call by order, inside of it by channel.
 
+A value of the call that ops share is passed where the first of them takes its own.
+
 A channel belongs to the list that its producer is in. Ops of that list and of lists inside of it may take from it,
 after its producer; in a list inside of it a channel of the same name hides it. So a block of ops may be repeated.
 """
@@ -12,7 +14,7 @@ from typing import NamedTuple
 
 from te_jax.chain.places import Foreign, Path, Place
 from te_jax.errors import check_value, message
-from te_jax.ops.base import Bracket
+from te_jax.ops.base import Bracket, Shared
 
 CALL = -1
 
@@ -28,7 +30,7 @@ class Value(NamedTuple):
 class Extras:
     """``inputs``: for every place where its extra inputs come from. ``outputs``: what the call returns, in order.
 
-    ``takers``: the labels of what takes the call's extra inputs, in order.
+    ``takers``: the labels of what takes the call's extra inputs, in order; of several that share one, all.
     """
 
     inputs: tuple[tuple[Value, ...], ...]
@@ -47,10 +49,16 @@ def read_extras(places: Sequence[Place | Foreign]) -> Extras:
     inputs: list[tuple[Value, ...]] = []
     outputs: list[Value] = []
     takers: list[str] = []
+    shared: dict[Shared, int] = {}
     for n, place in enumerate(places):
         sources = []
         for channel in place.input_channels:
-            if channel is None:
+            if channel in shared:
+                takers[shared[channel]] += f" and {place.label}"
+                sources.append(Value(CALL, shared[channel]))
+            elif channel is None or isinstance(channel, Shared):
+                if channel is not None:
+                    shared[channel] = len(takers)
                 sources.append(Value(CALL, len(takers)))
                 takers.append(place.label)
             else:

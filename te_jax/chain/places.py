@@ -19,7 +19,7 @@ import flax.linen as nn
 from flax import nnx
 
 from te_jax.errors import check_type, check_value, message
-from te_jax.ops.base import Channel, Op
+from te_jax.ops.base import Channel, Op, Shared
 from te_jax.ops.collective import bias_last
 
 Path = tuple[int, ...]  # (3, 0): element 0 of the list that is element 3
@@ -49,7 +49,7 @@ class Place:
         return f"{position(self.path)} ({self.op})"
 
     @property
-    def input_channels(self) -> tuple[Channel, ...]:
+    def input_channels(self) -> tuple[Channel | Shared, ...]:
         return self.op.extra_input_channels()
 
     @property
@@ -76,7 +76,7 @@ class Foreign:
         return f"{position(self.path)} ({self.name})"
 
     @property
-    def input_channels(self) -> tuple[Channel, ...]:
+    def input_channels(self) -> tuple[Channel | Shared, ...]:
         return (None,) * self.num_extra_inputs
 
     @property

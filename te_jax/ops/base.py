@@ -30,6 +30,13 @@ class Bracket(enum.Enum):
     RESIDUAL = "residual"
 
 
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """An extra input of the call that all ops of a chain with this name take: it is passed once."""
+
+    name: str
+
+
 Channel = str | Bracket | None  # how an extra value gets from op to op; None: by order, from and to the call
 Initializer = Callable[[Array, tuple[int, ...], Any], Array]
 Used = dict[str, Array]  # role -> f32[], the amax of the operand that was quantized
@@ -95,7 +102,7 @@ class Op:
         """Shape and dtype of its extra outputs."""
         return (x,) * self.num_extra_outputs
 
-    def extra_input_channels(self) -> tuple[Channel, ...]:
+    def extra_input_channels(self) -> tuple[Channel | Shared, ...]:
         """For each extra input the channel that it comes through; None: it is the next extra input of the call."""
         return (None,) * self.num_extra_inputs
 

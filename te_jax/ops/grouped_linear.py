@@ -28,12 +28,14 @@ from te_jax.errors import check_type, check_value, required
 from te_jax.ops import grouped_blocks
 from te_jax.ops.base import (
     BackwardContext,
+    Channel,
     ForwardContext,
     Initializer,
     LinkInfo,
     Op,
     ParamSpec,
     QuantizedKernel,
+    Shared,
     TensorType,
 )
 from te_jax.ops.grouped_product import contracted_product, rows_product, sum_over_groups
@@ -53,7 +55,8 @@ class GroupedLinear(Op):
 
     Parameters ``kernel`` [num_groups, K, features] and ``bias`` [num_groups, features]. Takes ``group_sizes`` as an
     extra input: integers [num_groups], which may be traced, not differentiated. Their sum may be below T: the rows
-    behind belong to no group, and come out as 0.
+    behind belong to no group, and come out as 0. ``sizes`` is a name: linears of a chain with the same one have the
+    same groups, and the call is given their sizes once.
 
     Raises:
       ValueError: sizes whose values can be seen while tracing and that can't be: a negative one, a sum above T. Values
@@ -63,6 +66,7 @@ class GroupedLinear(Op):
     num_groups: int
     features: int
     use_bias: bool = True
+    sizes: str | None = dataclasses.field(default=None, kw_only=True)
     kernel_init: Initializer = dataclasses.field(default=default_kernel_init, kw_only=True)
     bias_init: Initializer = dataclasses.field(default=initializers.zeros, kw_only=True)
 
@@ -74,6 +78,8 @@ class GroupedLinear(Op):
             value = getattr(self, name)
             ok = isinstance(value, int) and not isinstance(value, bool) and value > 0
             check_value(ok, "GroupedLinear", name, "a positive int", repr(value))
+        ok = self.sizes is None or (isinstance(self.sizes, str) and self.sizes != "")
+        check_type(ok, "GroupedLinear", "sizes", "None or a name", repr(self.sizes))
         for init in (self.kernel_init, self.bias_init):
             check_type(callable(init), "GroupedLinear", "initialiser", "a function of key, shape and dtype", repr(init))
 
@@ -110,6 +116,9 @@ class GroupedLinear(Op):
 
     def extra_input_types(self, x: TensorType) -> tuple[TensorType, ...]:
         return (TensorType((self.num_groups,), jnp.dtype(jnp.int32)),)
+
+    def extra_input_channels(self) -> tuple[Channel | Shared, ...]:
+        return (None if self.sizes is None else Shared(self.sizes),)
 
     def check_extra_inputs(self, x: TensorType, inputs: tuple[Any, ...]) -> None:
         values = _seen(inputs[0])
