@@ -1,10 +1,12 @@
 """Grouped linears on one GPU: FP8 and bf16 against ``jax.lax.ragged_dot`` and a loop of GEMMs.
 
     python benchmarks/grouped.py --out benchmarks/results/grouped.jsonl
-    python benchmarks/grouped.py --groups 8 --cases fc1 --rounds 3
+    python benchmarks/grouped.py --groups 8 --cases fc1 --rounds 3 --impls te_jax "loop of GEMMs"
 
-Tokens are in groups of skewed sizes (Zipf's law, an eighth of the groups empty). The loop knows them on the host and
-has one ``jnp.dot`` for each group that has tokens; all others take them as an array: one program serves any sizes.
+The 8192 tokens of all groups together are in groups of skewed sizes (Zipf's law, an eighth of the groups empty). The
+loop knows them on the host and has one ``jnp.dot`` for each group that has tokens; all others take them as an array:
+one program serves any sizes. "kernels kept" is te_jax with kernels that te.quantize_kernels has quantized before, as
+for all microbatches of a step but the first, or for inference.
 Parameters, activations and cotangents are random bfloat16. Values are checked against the loop's before anything is
 timed; all implementations of a case are timed in turns in one process. fwd is y; fwd_bwd is y, dx, dw and FP8 state.
 """
@@ -17,7 +19,8 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
@@ -29,11 +32,15 @@ from single_gpu import environment
 
 import te_jax as te
 from te_jax import ops
+from te_jax.quant.state import KERNELS
 from te_jax.testing import bench, grouped, tolerance
 
 TOKENS = 8192
 CASES = {"fc1": (4096, 14336), "fc2": (14336, 4096), "swiglu mlp": (4096, 14336)}
 RECIPES = {"delayed": te.DelayedScaling(), "current": te.CurrentScaling(), "none": None}
+IMPLS = ("te_jax", "te_jax, kernels kept", "loop of GEMMs", "ragged_dot")
+UNTUNED = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
+SLOW_S = 0.05  # calls that take longer are timed in bursts of two
 
 Apply = Callable[..., jax.Array]
 """(variables, x, sizes) -> y."""
@@ -70,8 +77,10 @@ def composed(linear: Callable, case: str) -> Apply:
 
 
 def loop_of_gemms(sizes: np.ndarray, x: jax.Array, kernel: jax.Array, _: jax.Array) -> jax.Array:
-    parts = [jnp.dot(x[rows], kernel[g]) for g, rows in enumerate(grouped.rows_of(sizes)) if rows.stop > rows.start]
-    return jnp.concatenate(parts)
+    """Split, not indexed: gradients of parts are then written once, and not added up one behind the other."""
+    rows = jax.lax.split(x, sizes.tolist())
+    kernels = jax.lax.split(kernel, [1] * len(sizes))
+    return jnp.concatenate([jnp.dot(a, b[0]) for a, b in zip(rows, kernels, strict=True) if len(a)])
 
 
 def implementations(case: str, groups: int, sizes: np.ndarray) -> dict[tuple[str, str], Apply]:
@@ -81,6 +90,7 @@ def implementations(case: str, groups: int, sizes: np.ndarray) -> dict[tuple[str
         return lambda variables, x, n: module.apply(variables, x, *(n,) * copies)
 
     found: dict[tuple[str, str], Apply] = {("te_jax", name): ours(recipe) for name, recipe in RECIPES.items()}
+    found["te_jax, kernels kept", "delayed"] = ours(RECIPES["delayed"])
     found["ragged_dot", "none"] = composed(jax.lax.ragged_dot, case)
     found["loop of GEMMs", "none"] = composed(functools.partial(loop_of_gemms, sizes), case)
     return found
@@ -105,15 +115,17 @@ def make_arrays(case: str, groups: int):
     return params, x, dy
 
 
-def programs_of(apply: Apply, variables, x, sizes, dy):
-    """(forward, forward and backward), compiled."""
+def programs_of(apply: Apply, variables, x, sizes, dy, options: Mapping[str, str | bool] | None = None):
+    """(forward, forward and backward), compiled with these options."""
 
     def both(variables, x, sizes, dy):
-        y, vjp = jax.vjp(lambda v, x: apply(v, x, sizes), variables, x)
+        kept = {KERNELS: variables[KERNELS]} if KERNELS in variables else {}
+        rest = {name: value for name, value in variables.items() if name != KERNELS}
+        y, vjp = jax.vjp(lambda v, x: apply({**v, **kept}, x, sizes), rest, x)
         return y, vjp(dy)
 
-    forward = jax.jit(apply).lower(variables, x, sizes).compile()
-    return forward, jax.jit(both).lower(variables, x, sizes, dy).compile()
+    forward = jax.jit(apply).lower(variables, x, sizes).compile(options)
+    return forward, jax.jit(both).lower(variables, x, sizes, dy).compile(options)
 
 
 def check(results, wanted, recipe: str, case: str) -> dict[str, float]:
@@ -133,14 +145,17 @@ def check(results, wanted, recipe: str, case: str) -> dict[str, float]:
     return errors
 
 
-def run(case: str, groups: int, rounds: int, where: dict) -> list[dict]:
+def run(case: str, groups: int, rounds: int, names: Sequence[str], untuned: bool, where: dict) -> list[dict]:
     sizes = grouped.skewed(groups, TOKENS)
     on_device = jnp.asarray(sizes)
     params, x, dy = make_arrays(case, groups)
     impls = implementations(case, groups, sizes)
-    wanted = programs_of(impls["loop of GEMMs", "none"], {"params": params}, x, on_device, dy)[1](
-        {"params": params}, x, on_device, dy
-    )
+    start = time.perf_counter()
+    options = UNTUNED if untuned else None
+    loop = programs_of(impls["loop of GEMMs", "none"], {"params": params}, x, on_device, dy, options)
+    loop_s = time.perf_counter() - start
+    wanted = loop[1]({"params": params}, x, on_device, dy)
+    impls = {key: apply for key, apply in impls.items() if key[0] in names}
     features, width = CASES[case]
     flops = 2 * TOKENS * features * width * (3 if case == "swiglu mlp" else 1)
     rows, bursts = {}, {}
@@ -149,13 +164,20 @@ def run(case: str, groups: int, rounds: int, where: dict) -> list[dict]:
         row |= {"recipe": recipe, "largest_group": int(sizes.max()), "empty_groups": int((sizes == 0).sum())}
         rows[impl, recipe] = row
         variables = {"params": params}
+        start = time.perf_counter()
         try:
             if recipe == "delayed":
                 module = chain(case, groups, RECIPES[recipe])
                 extras = (on_device,) * (2 if case == "swiglu mlp" else 1)
                 state = jax.jit(lambda m=module, e=extras: m.init(jax.random.key(0), x, *e)[te.state.COLLECTION])()
                 variables[te.state.COLLECTION] = state
-            forward, both = programs_of(apply, variables, x, on_device, dy)
+                if impl == "te_jax, kernels kept":
+                    variables |= jax.jit(lambda v, m=module, e=extras: te.quantize_kernels(m, v, x, *e))(variables)
+            is_loop = impl == "loop of GEMMs"
+            forward, both = loop if is_loop else programs_of(apply, variables, x, on_device, dy)
+            row["compile_s"] = round(loop_s if is_loop else time.perf_counter() - start, 1)
+            if is_loop:
+                row["tuned"] = not untuned
             results = both(variables, x, on_device, dy)
             row["errors"] = check(results, wanted, recipe, case)
             if recipe == "delayed":  # what is timed has a history
@@ -166,7 +188,7 @@ def run(case: str, groups: int, rounds: int, where: dict) -> list[dict]:
             row["error"] = f"{type(error).__name__}: {error}"[:300]
         results = None
     wanted = None
-    times = bench.interleaved(bursts, rounds=rounds)
+    times = bench.interleaved(bursts, rounds=rounds, slow_s=SLOW_S)
     for (impl, recipe, what), seconds in times.items():
         row = rows[impl, recipe]
         row[f"{what}_ms"] = bench.median_ms(seconds)
@@ -181,11 +203,13 @@ def main() -> None:
     parser.add_argument("--groups", type=int, nargs="*", default=[8, 32, 128])
     parser.add_argument("--cases", nargs="*", choices=CASES, default=["fc1", "fc2"])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--impls", nargs="*", choices=IMPLS, default=IMPLS)
+    parser.add_argument("--untuned-loop", action="store_true", help="cuBLASLt's first algorithm for each of its GEMMs")
     args = parser.parse_args()
     where = environment()
     for case in args.cases:
         for groups in args.groups:
-            for row in run(case, groups, args.rounds, where):
+            for row in run(case, groups, args.rounds, args.impls, args.untuned_loop, where):
                 print(json.dumps(row), flush=True)
                 report.append(args.out, [row])
             jax.clear_caches()

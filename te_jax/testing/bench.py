@@ -257,21 +257,30 @@ def burst_of(function: Callable, *args) -> Burst:
 
 
 def interleaved(
-    contestants: Mapping[str, Burst], *, rounds: int = 9, burst_s: float = 0.03, pause_s: float = 0.01
+    contestants: Mapping[str, Burst],
+    *,
+    rounds: int = 9,
+    burst_s: float = 0.03,
+    pause_s: float = 0.01,
+    least: int = 10,
+    slow_s: float = math.inf,
 ) -> dict[str, list[float]]:
     """Seconds per call of each contestant, one figure a round.
 
     Every round gives each contestant one burst of about ``burst_s``, starting with another one each time, with a pause
     between bursts: whatever clocks, temperature and power limit do in the meantime, they do to all of them. The number
-    of calls in a burst is chosen once, at least 10, after warming up.
+    of calls in a burst is chosen once, at least ``least``, after warming up. Contestants whose call takes more than
+    ``slow_s`` have bursts of two calls: that much is many times what a launch takes.
     """
     counts = {}
     for name, burst in contestants.items():
-        burst(2)
         start = time.perf_counter()
-        burst(5)
-        per_call = (time.perf_counter() - start) / 5
-        counts[name] = min(500, max(10, math.ceil(burst_s / per_call)))
+        burst(2)
+        slow = (time.perf_counter() - start) / 2 > slow_s
+        start = time.perf_counter()
+        burst(2 if slow else 5)
+        per_call = (time.perf_counter() - start) / (2 if slow else 5)
+        counts[name] = 2 if per_call > slow_s else min(500, max(least, math.ceil(burst_s / per_call)))
     times: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     collecting = gc.isenabled()
