@@ -9,6 +9,9 @@ from jax import Array
 
 import te_jax as te
 
+# What a layer of the stack has of its own.
+STACKED = ("params", te.state.COLLECTION, te.state.KERNELS, te.main_grad.COLLECTION, te.health.COLLECTION)
+
 
 class LanguageModel(nn.Module):
     """tokens [B, T] -> logits [B, T, vocabulary], float32.
@@ -35,7 +38,7 @@ class LanguageModel(nn.Module):
         layers = nn.scan(
             layer,
             length=self.layers,
-            variable_axes={"params": 0, te.state.COLLECTION: 0, te.state.KERNELS: 0, te.health.COLLECTION: 0},
+            variable_axes=dict.fromkeys(STACKED, 0),
             split_rngs={"params": True, "dropout": True},
             in_axes=nn.broadcast,
         )(**layer_config(self), name="layers")

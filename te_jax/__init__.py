@@ -8,6 +8,7 @@ import importlib
 
 from te_jax import flax as flax
 from te_jax import health as health
+from te_jax import main_grad as main_grad
 from te_jax import nnx as nnx
 from te_jax import ops as ops
 from te_jax import remat as remat
@@ -44,6 +45,7 @@ __all__ = [
     "flax",
     "health",
     "interop",
+    "main_grad",
     "nnx",
     "ops",
     "quantize_kernels",

@@ -13,12 +13,12 @@ import numpy as np
 from flax.core.scope import DenyList
 from jax import Array
 
-from te_jax import compat
+from te_jax import compat, main_grad_loop
 from te_jax.arguments import split_arrays
 from te_jax.errors import check_type, check_value
 from te_jax.parallel import explicit, mesh
 from te_jax.quant import state as fp8_state
-from te_jax.quant.state import COLLECTION, KERNELS
+from te_jax.quant.state import COLLECTION, KERNELS, MAIN_GRAD
 from te_jax.quant.state_trees import rebuild
 from te_jax.run_variables import making_kernels
 
@@ -79,7 +79,12 @@ def quantize_kernels(module: nn.Module, variables: Variables, *args: Any, **kwar
 
 
 def accumulate_gradients(
-    loss_fn: Callable[[Any, Any], Array], variables: Variables, batch: Any, *, num_microbatches: int
+    loss_fn: Callable[[Any, Any], Array],
+    variables: Variables,
+    batch: Any,
+    *,
+    num_microbatches: int,
+    main_grad: bool = False,
 ) -> tuple[Array, dict[str, Any]]:
     """Loss and gradients of a batch, one microbatch after the other: as of the whole batch, with less memory.
 
@@ -101,6 +106,11 @@ def accumulate_gradients(
       batch: arrays [B, ...]. Microbatch i holds the rows i, i + num_microbatches, ...: every device's part of a
         sharded batch is a part of every microbatch, and no row moves.
       num_microbatches: a divisor of B.
+      main_grad: wgrad GEMMs of linears add to float32 buffers, instead of writing a gradient that is added to the sum
+        later: no second tree of gradients, no pass over it. Kernels of other layers, and those that several linears
+        share or that a branch may leave out, keep their ordinary gradients. The first microbatch is a part of the
+        program of its own: it overwrites. Linears in ``nn.scan`` or ``nn.vmap`` need the collection ``main_grad`` in
+        ``variable_axes``; a warning names those without.
 
     Returns:
       (loss f32[], gradients): those of all collections but ``fp8_kernels``, in the dtypes of the variables.
@@ -114,25 +124,32 @@ def accumulate_gradients(
     check_value(ok, op, "num_microbatches", "a positive int", repr(num_microbatches))
     _check_batch(op, batch, num_microbatches)
     kernels = {name: value for name, value in variables.items() if name == KERNELS}
+    check_value(MAIN_GRAD not in variables, op, "variables", f"no {MAIN_GRAD!r} (main_grad=True makes it)", "one")
     differentiated = {name: value for name, value in variables.items() if name != KERNELS}
     _check_differentiable(op, differentiated)
     rows = jax.tree.map(lambda x: _by_microbatch(x, num_microbatches), batch)
 
     def checked_loss(variables: Any, microbatch: Any) -> Array:
-        loss = loss_fn(variables, microbatch)
+        loss = loss_fn({**variables, **kernels}, microbatch)
         _check_loss(op, loss)
         return loss
 
+    def microbatch_of(i: Any) -> Any:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False), rows)
+
+    if main_grad:
+        loss, grads = main_grad_loop.run(checked_loss, differentiated, microbatch_of, num_microbatches)
+        return loss, rebuild(variables, grads)
+
     def body(sums: Any, i: Array) -> tuple[Any, tuple[Array, Any]]:
-        microbatch = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False), rows)
-        loss, grads = jax.value_and_grad(lambda v: checked_loss({**v, **kernels}, microbatch))(differentiated)
+        loss, grads = jax.value_and_grad(checked_loss)(differentiated, microbatch_of(i))
         grads, state = fp8_state.split(grads)
         with compat.numpy_promotion():
             sums = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
         return sums, (loss.astype(jnp.float32), state)
 
     params, state = fp8_state.split(differentiated)
-    zeros = jax.tree.map(compat.zeros_like, params, jax.tree.map(_wide, params))
+    zeros = jax.tree.map(compat.zeros_like, params, jax.tree.map(main_grad_loop.wide, params))
     sums, (losses, states) = jax.lax.scan(body, zeros, jnp.arange(num_microbatches))
     with compat.numpy_promotion():
         grads = jax.tree.map(lambda total, p: (total / num_microbatches).astype(p.dtype), sums, params)
@@ -189,10 +206,6 @@ def _by_microbatch(x: Any, num_microbatches: int) -> Array:
     """[B, ...] -> [B / n, n, ...]."""
     x = jnp.asarray(x)
     return x.reshape(x.shape[0] // num_microbatches, num_microbatches, *x.shape[1:])
-
-
-def _wide(param: Array) -> Any:
-    return jnp.promote_types(param.dtype, jnp.float32)
 
 
 def _as_array(leaf: Any) -> Any:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.extend.core
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
@@ -128,6 +129,19 @@ def key_value_store() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def is_literal(var: Any) -> bool:
+    """Whether an operand of an equation of a jaxpr is a constant in it, not a variable."""
+    return isinstance(var, jax.extend.core.Literal)
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """(the number of constants, of carried values) of a scan in a jaxpr."""
+    if "num_carry" in eqn.params:  # jax < 0.11
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 def _aval(x):

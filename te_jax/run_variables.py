@@ -1,4 +1,4 @@
-"""What a run of a chain keeps in Flax variables: parameters, FP8 state, kernels quantized before, measurements."""
+"""What a run of a chain has in Flax variables: parameters, FP8 state, kernels quantized before, main gradients, ..."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from te_jax.fusion import inference, probe
 from te_jax.fusion.execute import Kernels, quantize_kernels
 from te_jax.fusion.plan import describe
 from te_jax.fusion.run import SHARED, Run, State, StatePart
+from te_jax.ops import main_grad
 from te_jax.ops.base import ParamSpec, TensorType
+from te_jax.ops.main_grad import MainGrad
 from te_jax.quant import state as fp8_state
 from te_jax.quant.health import COLLECTION as HEALTH
 from te_jax.quant.health import RunHealth
-from te_jax.quant.state import KERNELS
+from te_jax.quant.state import KERNELS, MAIN_GRAD
 from te_jax.recipe import Recipe
 
 GROUPED = "_grouped"
@@ -193,6 +195,41 @@ class RunVariables(nn.Module, kw_only=True):
             place = own.push(scope, reuse=True) if scope else own
             place.put_variable("params", inference.KERNEL, kernel)
             inference.replaced(where)
+
+    @nn.nowrap
+    def _main_grads(self, part: RunPart, params: Any) -> dict[str, MainGrad]:
+        """Scope -> the buffer of its kernel's gradient, if the call was given one (te_jax.main_grad).
+
+        Raises:
+          ValueError: a kernel of several linears, or a call that is not the first to use its buffer.
+        """
+        scopes = [place.scope for place in part.places if place.op.has_main_grad]
+        where, buffers = "/".join((*self.path, type(self).__name__)), {}
+        for scope in dict.fromkeys(scopes):
+            buffer = self._main_grad(scope)
+            if self.is_initializing() or inference.is_quantized(params[scope]["kernel"]):
+                continue
+            if buffer is None:
+                main_grad.found_none(f"{where}/{scope}/kernel".replace("//", "/"))
+                continue
+            name = f"{where}: {MAIN_GRAD}/{scope}/kernel".replace("//", "/")
+            buffer.check(name, params[scope]["kernel"])
+            shared, used = scopes.count(scope) > 1, not buffer.first_use()
+            if buffer.mode == "try" and shared:
+                continue
+            expected = "one use in a differentiated call, as two would add what was in it twice: leave shared kernels, "
+            expected += "and calls that are not differentiated, without a buffer"
+            ok = buffer.mode == "try" or not (shared or used)
+            check_value(ok, name, "main_grad", expected, "a second one")
+            buffers[scope] = buffer
+        return buffers
+
+    @nn.nowrap
+    def _main_grad(self, scope: str) -> MainGrad | None:
+        if scope:
+            found: Any = self.get_variable(MAIN_GRAD, scope) if self.has_variable(MAIN_GRAD, scope) else {}
+            return found.get("kernel")
+        return self.get_variable(MAIN_GRAD, "kernel") if self.has_variable(MAIN_GRAD, "kernel") else None
 
     @nn.nowrap
     def _health(self, run: Run, part: RunPart) -> RunHealth | None:

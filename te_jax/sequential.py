@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -23,6 +23,7 @@ from te_jax.fusion.plan import FusionPlan, describe
 from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
 from te_jax.fusion.run import Run
 from te_jax.ops.base import LinkInfo, Op, TensorType
+from te_jax.ops.main_grad import MODES, MainGrad, Mode
 from te_jax.quant import state as fp8_state
 from te_jax.run_variables import RunVariables, is_updating_state
 
@@ -105,7 +106,9 @@ class ChainModule(RunVariables, kw_only=True):
         """The result of one run and the extra values that leave it. ``scopes``: the parameters of the chain so far."""
         name = type(self).__name__
         params, dtype = self._run_params(part, x, source, scopes)
-        run, extra_types = self._make_run(chain, part, TensorType(x.shape, dtype), extras, source)
+        main_grads = self._main_grads(part, params)
+        modes = {scope: buffer.mode for scope, buffer in main_grads.items()}
+        run, extra_types = self._make_run(chain, part, TensorType(x.shape, dtype), extras, source, modes)
         keys = tuple(self.make_rng("dropout") if p.op.needs_key(deterministic) else None for p in part.places)
         state = self._fp8_state(run, part)
         types.check_on_device(name, {"params": params, fp8_state.COLLECTION: state})
@@ -113,23 +116,32 @@ class ChainModule(RunVariables, kw_only=True):
         health = self._health(run, part)
         cast = tuple(extra.astype(type_.dtype) for extra, type_ in zip(extras, extra_types, strict=True))
         run_it = execute if health is None else functools.partial(probe.probe, health)
-        y, extra_outputs, next_state = run_it(run, params, state, kernels, keys, x.astype(dtype), cast)
+        y, extra_outputs, next_state = run_it(run, params, state, kernels, keys, x.astype(dtype), cast, main_grads)
         self._put_next_state(part, next_state)
         return y, extra_outputs
 
     @nn.nowrap
-    def plan(self, *shapes_or_arrays: Any, train: bool = True, platform: str | None = None) -> FusionPlan:
+    def plan(
+        self,
+        *shapes_or_arrays: Any,
+        train: bool = True,
+        platform: str | None = None,
+        main_grad: Mode | None = None,
+    ) -> FusionPlan:
         """The steps that the chain runs for such inputs, forward and (``train``) backward, with reasons.
 
         Args:
           *shapes_or_arrays: x and the extra inputs: arrays or ``jax.ShapeDtypeStruct``.
           train: whether the call is differentiated.
           platform: "cpu" or "cuda"; chooses only what is printed about custom calls. Default: the default backend.
+          main_grad: the mode ("overwrite", "add") of the buffers that the linears have, if they do (te.main_grad).
         """
         name = type(self).__name__
         ok = len(shapes_or_arrays) > 0
         check_value(ok, f"{name}.plan", "x", "an array or a ShapeDtypeStruct", "nothing")
-        segments, _ = self._segments(f"{name}.plan", *shapes_or_arrays)
+        ok = main_grad is None or main_grad in MODES
+        check_value(ok, f"{name}.plan", "main_grad", f"None or one of {MODES}", repr(main_grad))
+        segments, _ = self._segments(f"{name}.plan", main_grad, *shapes_or_arrays)
         first = shapes_or_arrays[0]
         title = f"{name}, recipe {describe(self.recipe)}, input {first.dtype}{list(first.shape)}"
         return planning.make_plan(title, segments, train=train, platform=platform)
@@ -157,7 +169,9 @@ class ChainModule(RunVariables, kw_only=True):
         return tuple(wanted[Value(CALL, i)] for i in range(len(chain.takers)))
 
     @nn.nowrap
-    def _segments(self, name: str, x: Any, *extras: Any) -> tuple[list[planning.Segment], list[TensorType]]:
+    def _segments(
+        self, name: str, main_grad: Mode | None, x: Any, *extras: Any
+    ) -> tuple[list[planning.Segment], list[TensorType]]:
         """What a plan needs of every part for such inputs; and the types of the result and the extra outputs."""
         chain = self._read_chain(name, x, extras)
         x = TensorType(x.shape, x.dtype)
@@ -167,10 +181,10 @@ class ChainModule(RunVariables, kw_only=True):
         for part in chain.parts:
             given = tuple(values[value] for value in part.entering)
             if isinstance(part, ForeignPart):
-                segment, (x, *made) = _foreign_segment(part.foreign, x, given)
+                segment, (x, *made) = _foreign_segment(part.foreign, x, given, main_grad)
             else:
                 types.check_input(name, types.result_of(source), x)
-                segment, (x, *made) = self._run_segment(chain, part, x, given, source)
+                segment, (x, *made) = self._run_segment(chain, part, x, given, source, main_grad)
             segments.append(segment)
             values |= zip(part.leaving, made, strict=True)
             source = part.label
@@ -178,7 +192,13 @@ class ChainModule(RunVariables, kw_only=True):
 
     @nn.nowrap
     def _run_segment(
-        self, chain: Chain, part: RunPart, x: TensorType, extras: tuple[TensorType, ...], source: str
+        self,
+        chain: Chain,
+        part: RunPart,
+        x: TensorType,
+        extras: tuple[TensorType, ...],
+        source: str,
+        main_grad: Mode | None,
     ) -> tuple[planning.Segment, list[TensorType]]:
         specs = types.params_of(part.places, types.input_types(part.places, x, source))
         params = {
@@ -186,13 +206,16 @@ class ChainModule(RunVariables, kw_only=True):
             for scope, named in specs.items()
         }
         x = TensorType(x.shape, self._compute_dtype(x, params))
-        run, extra_types = self._make_run(chain, part, x, extras, source)
+        scopes = [place.scope for place in part.places if place.op.has_main_grad]
+        modes = {} if main_grad is None else {scope: main_grad for scope in scopes if scopes.count(scope) == 1}
+        run, extra_types = self._make_run(chain, part, x, extras, source, modes)
         avals = {
             "params": params,
             "state": jax.eval_shape(lambda: self._init_state(run)),
             "keys": (None,) * len(part.places),
             "x": x,
             "extras": extra_types,
+            "main_grads": jax.eval_shape(lambda: _empty_buffers(params, modes)),
         }
         made = [
             run.links[link].op.extra_output_types(run.links[link].x_type)[number] for link, number in run.wiring.leaving
@@ -213,16 +236,27 @@ class ChainModule(RunVariables, kw_only=True):
 
     @nn.nowrap
     def _make_run(
-        self, chain: Chain, part: RunPart, x: TensorType, extras: Sequence[Any], source: str
+        self,
+        chain: Chain,
+        part: RunPart,
+        x: TensorType,
+        extras: Sequence[Any],
+        source: str,
+        main_grads: Mapping[str, Mode],
     ) -> tuple[Run, tuple[TensorType, ...]]:
-        """The run for such an input, and the types that its extra arguments are to have."""
+        """The run for such an input, and the types that its extra arguments are to have.
+
+        ``main_grads``: scope -> mode of the buffers of kernels.
+        """
         x_types = types.input_types(part.places, x, source)
         types.check_extras(type(self).__name__, chain, part, x_types, extras)
         links = []
         own_name = self.name or type(self).__name__
         for place, x_type in zip(part.places, x_types, strict=True):
             why = place.op.why_unquantized(x_type, self.recipe)
-            info = LinkInfo(place.op, place.path, place.scope, x_type, self.recipe, place.scope or own_name, why)
+            mode = main_grads.get(place.scope) if place.op.has_main_grad else None
+            name = place.scope or own_name
+            info = LinkInfo(place.op, place.path, place.scope, x_type, self.recipe, name, why, mode)
             if self.recipe is not None and self.recipe.strict:
                 check_value(why is None, info.label, "recipe", "a linear that can be quantized (strict=True)", why)
             links.append(info)
@@ -276,6 +310,11 @@ class Sequential(ChainModule):
         return self.ops
 
 
+def _empty_buffers(params: Mapping[str, Mapping[str, TensorType]], modes: Mapping[str, Mode]) -> dict[str, MainGrad]:
+    shapes = {scope: params[scope]["kernel"].shape for scope in modes}
+    return {scope: MainGrad(jnp.zeros(shapes[scope], jnp.float32), mode) for scope, mode in modes.items()}
+
+
 def _extras_of(item: Any) -> tuple[int, int]:
     """How many extra inputs and outputs something in a chain that is not an op has: those of a chain in it."""
     if not isinstance(item, ChainModule):
@@ -301,11 +340,11 @@ def _call_foreign(
 
 
 def _foreign_segment(
-    foreign: Foreign, x: TensorType, extras: tuple[TensorType, ...]
+    foreign: Foreign, x: TensorType, extras: tuple[TensorType, ...], main_grad: Mode | None = None
 ) -> tuple[planning.Segment, list[TensorType]]:
     item = foreign.item
     if isinstance(item, ChainModule):
-        segments, made = item._segments(f"{type(item).__name__}.plan", x, *extras)
+        segments, made = item._segments(f"{type(item).__name__}.plan", main_grad, x, *extras)
         return planning.Nested(foreign.scope, segments), made
     fn = item
     if isinstance(item, nn.Module):

@@ -6,11 +6,12 @@ parameters and state; `te_jax.TrainState` does all of it. `report` says how heal
 
 from te_jax.quant.health import report
 from te_jax.quant.optimizer import Replacement, optimizer
-from te_jax.quant.state import COLLECTION, KERNELS, accumulate, apply, check, init, merge, split
+from te_jax.quant.state import COLLECTION, KERNELS, MAIN_GRAD, accumulate, apply, check, init, merge, split
 
 __all__ = [
     "COLLECTION",
     "KERNELS",
+    "MAIN_GRAD",
     "Replacement",
     "accumulate",
     "apply",

@@ -16,7 +16,7 @@ SOURCES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (
 
 # Lowest first; a module may import its own layer and those before it. The longest prefix counts.
 LAYERS = [
-    ("te_jax.errors", "te_jax.arguments", "te_jax.compat", "te_jax.config", "te_jax.typing"),
+    ("te_jax.errors", "te_jax.arguments", "te_jax.compat", "te_jax.config", "te_jax.typing", "te_jax.programs"),
     ("te_jax.quant.format", "te_jax.quant.division"),
     ("te_jax.recipe",),
     ("te_jax.quant", "te_jax.state"),
@@ -33,6 +33,8 @@ LAYERS = [
         "te_jax.nnx",
         "te_jax.checkpoint",
         "te_jax.accumulate",
+        "te_jax.main_grad",
+        "te_jax.main_grad_loop",
         "te_jax.health",
         "te_jax.fp8_params",
         "te_jax.interop",

@@ -19,8 +19,9 @@ from te_jax.flax.layers import check_array, norm_op
 from te_jax.fusion import probe
 from te_jax.fusion.inference import is_quantized
 from te_jax.fusion.plan import FusionPlan
+from te_jax.ops.main_grad import MainGrad
 from te_jax.quant.health import COLLECTION as HEALTH
-from te_jax.quant.state import COLLECTION, KERNELS
+from te_jax.quant.state import COLLECTION, KERNELS, MAIN_GRAD
 from te_jax.recipe import Recipe
 from te_jax.run_variables import NEXT
 from te_jax.sequential import ChainModule
@@ -146,6 +147,8 @@ class DenseGeneral(nn.Module):
             for name, state in initial.get(COLLECTION, {}).items():
                 self.put_variable(COLLECTION, name, state)
         given = {name: self.variables[name] for name in (COLLECTION, KERNELS, HEALTH) if name in self.variables}
+        if kernel is None and self.has_variable(MAIN_GRAD, "kernel"):
+            given[MAIN_GRAD] = {"kernel": self._main_grad(params["kernel"])}
         writes = [c for c in (KERNELS, NEXT, HEALTH) if self.is_mutable_collection(c) and not self.is_initializing()]
         writes += ["params"] if self.is_mutable_collection("params") and not self.is_initializing() else []
         applied: Any = dense.apply({"params": params, **given}, flat, mutable=writes)
@@ -188,6 +191,15 @@ class DenseGeneral(nn.Module):
         """The kernel on flattened sizes, if it is one in FP8 (te.quantize_params)."""
         value: Any = self.get_variable("params", "kernel") if self.has_variable("params", "kernel") else None
         return dict(value) if is_quantized(value) else None
+
+    @nn.nowrap
+    def _main_grad(self, kernel: Any) -> MainGrad:
+        """The buffer of the kernel's gradient as a matrix; it has the kernel's own shape. Used as often as this is."""
+        whole: MainGrad = self.get_variable(MAIN_GRAD, "kernel")
+        buffer = MainGrad(whole.buffer.reshape(kernel.shape), whole.mode)
+        if not whole.first_use():
+            buffer.first_use()
+        return buffer
 
     @nn.nowrap
     def _param(self, name: str, init: Initializer, shape: tuple[int, ...], contracted: int) -> Array:

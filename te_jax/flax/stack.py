@@ -9,11 +9,11 @@ from jax import Array
 
 from te_jax.errors import check_type, check_value
 from te_jax.quant.health import COLLECTION as HEALTH
-from te_jax.quant.state import COLLECTION, KERNELS
+from te_jax.quant.state import COLLECTION, KERNELS, MAIN_GRAD
 from te_jax.remat import Policy
 from te_jax.run_variables import NEXT
 
-_STACKED: dict[Any, Any] = dict.fromkeys(("params", COLLECTION, KERNELS, HEALTH, NEXT), 0)
+_STACKED: dict[Any, Any] = dict.fromkeys(("params", COLLECTION, KERNELS, MAIN_GRAD, HEALTH, NEXT), 0)
 
 
 class LayerStack(nn.Module):

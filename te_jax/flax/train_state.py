@@ -84,10 +84,15 @@ class TrainState(train_state.TrainState):
         return self.replace(step=self.step + 1, params=new_params, opt_state=opt_state, **kwargs)
 
     def accumulate_gradients(
-        self, loss_fn: Callable[[Any, Any], Array], batch: Any, *, num_microbatches: int = 1
+        self,
+        loss_fn: Callable[[Any, Any], Array],
+        batch: Any,
+        *,
+        num_microbatches: int = 1,
+        main_grad: bool = False,
     ) -> tuple[Array, Any]:
         """(loss, gradients with respect to ``params``) of a batch, by ``te.accumulate_gradients``."""
-        return accumulate_gradients(loss_fn, self.params, batch, num_microbatches=num_microbatches)
+        return accumulate_gradients(loss_fn, self.params, batch, num_microbatches=num_microbatches, main_grad=main_grad)
 
     def check(self, before: TrainState, *, allow_unused: bool = False) -> None:
         """Raises unless the one step since `before` updated FP8 state as it must; outside of jit, once in a while.

@@ -24,8 +24,8 @@ class TransformerLayer(nn.Module):
     Both residual adds are the last op of a chain, so the GEMM before them accumulates into the residual; the gradients
     are added to those of the norms, in one kernel. Children: ``attn`` (MultiHeadAttention) and ``mlp`` (LayerNormMLP).
     Works in ``nn.remat``, and in ``nn.scan`` over layers with ``variable_axes={"params": 0, te.state.COLLECTION: 0}``
-    (and ``te.state.KERNELS: 0`` for ``te.quantize_kernels``, ``te.health.COLLECTION: 0`` for ``te.health``) inside a
-    module that returns ``(y, None)`` (README).
+    (and ``te.state.KERNELS: 0`` for ``te.quantize_kernels``, ``te.main_grad.COLLECTION: 0`` for main gradients,
+    ``te.health.COLLECTION: 0`` for ``te.health``) inside a module that returns ``(y, None)`` (README).
 
     Attributes:
       num_heads: query heads.

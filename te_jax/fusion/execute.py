@@ -6,6 +6,7 @@ transformation carries it, and nothing else does.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,13 +19,16 @@ from te_jax.fusion import extras as extra_values
 from te_jax.fusion.cotangent import Like, is_like
 from te_jax.fusion.pattern import Step
 from te_jax.fusion.run import Run, Scales, State, read_scales, write_state
+from te_jax.ops import main_grad
 from te_jax.ops.base import BackwardContext, ForwardContext, QuantizedKernel
+from te_jax.ops.main_grad import MainGrad
 from te_jax.parallel import mesh
 from te_jax.quant.format import is_fp8
 from te_jax.recipe import BlockScaling
 
 Params = Mapping[str, Mapping[str, Array]]  # scope -> name -> array
 Kernels = tuple[QuantizedKernel | None, ...]  # by link; None: this call quantizes it, or there is none
+MainGrads = Mapping[str, MainGrad]  # scope -> the buffer of its kernel, of the links that have ``info.main_grad``
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)  # one program where it is called outside of one
@@ -36,14 +40,16 @@ def execute(
     keys: tuple,
     x: Array,
     extras: tuple[Array, ...],
+    main_grads: MainGrads,
 ) -> tuple[Array, tuple[Array, ...], Mapping[str, Array]]:
-    """y, the extra outputs that leave a run and its next state, differentiable in params, state, x and extras.
+    """y, the extra outputs that leave a run and its next state, differentiable in params, state, x, extras, main_grads.
 
-    In any mesh regime. The gradient of a kernel that came quantized goes to the parameter all the same. The next state
+    In any mesh regime. The gradient of a kernel that came quantized goes to the parameter all the same, or to the main
+    gradient, whose "cotangent" is its next value. The next state
     is {} unless ``run.forward_state``: the new rows of the quantizers that the forward pass used (x and kernel), zeros,
     which read as unused, in the others. Nothing is differentiated through it.
     """
-    y, extra_outputs, next_state = _run(run, params, state, kernels, keys, x, extras)
+    y, extra_outputs, next_state = _run(run, params, state, kernels, keys, x, extras, main_grads)
     return y, extra_outputs, jax.lax.stop_gradient(next_state)
 
 
@@ -59,14 +65,15 @@ def quantize_kernels(run: Run, params: Params, state: State, *, train: bool = Tr
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @compat.numpy_promotion()
-def _run(run: Run, params, state, kernels, keys, x, extras):
+def _run(run: Run, params, state, kernels, keys, x, extras, main_grads):
+    del main_grads
     train = run.forward_state  # which amaxes are taken for
     y, contexts = _forward(run, params, read_scales(run, state), kernels, keys, x, extras, train=train)
     return y, extra_values.leaving(run, contexts), _forward_state(run, state, contexts)
 
 
 @compat.numpy_promotion()
-def run_fwd(run: Run, params, state, kernels, keys, x, extras):
+def run_fwd(run: Run, params, state, kernels, keys, x, extras, main_grads):
     """The forward rule: (outputs, residuals)."""
     scales = read_scales(run, state)
     y, contexts = _forward(run, params, scales, kernels, keys, x, extras, train=True)
@@ -75,10 +82,10 @@ def run_fwd(run: Run, params, state, kernels, keys, x, extras):
     used = [{role: _named_amax(ctx, role) for role in ctx.used} for ctx in contexts]
     # A scan over layers stacks every residual, scalars too, so only the scales that are used yet are kept.
     left = [{role: s for role, s in scale.items() if role not in u} for scale, u in zip(scales, used, strict=True)]
-    residuals = (params, state, left, keys, kinds, saved, used)
+    residuals = (params, state, left, keys, kinds, saved, used, main_grads)
     outputs = (y, extra_values.leaving(run, contexts), _forward_state(run, state, contexts))
     if isinstance(run.recipe, BlockScaling) and run.quantizes and mesh.regime(x).explicit:
-        outputs = _as_without_backward(outputs, run, params, state, kernels, keys, x, extras)
+        outputs = _as_without_backward(outputs, run, params, state, kernels, keys, x, extras, main_grads)
     return outputs, residuals
 
 
@@ -113,14 +120,15 @@ def _apart(saved: Array) -> Array:
 @compat.numpy_promotion()
 def run_bwd(run: Run, residuals, cotangents):
     """The backward rule: cotangents of everything but ``run``."""
-    params, state, scales, keys, (x_kind, extra_kinds), saved, used = residuals
+    params, state, scales, keys, (x_kind, extra_kinds), saved, used, main_grads = residuals
     dy, extra_output_grads, _ = cotangents
-    contexts = backward_contexts(run, params, keys, saved, extra_output_grads, scales)
+    contexts = backward_contexts(run, params, keys, saved, extra_output_grads, scales, main_grads)
     for step in run.plan.backward:
         dy = backward_step(run, step, contexts, dy)
     extra_grads = extra_values.entering_grads(run, contexts, extra_kinds)
     state_grad = write_state(run, state, [{**f, **ctx.used} for f, ctx in zip(used, contexts, strict=True)])
-    return _param_grads(params, contexts), state_grad, None, None, x_kind.match(dy), extra_grads
+    param_grads, main_grads = _param_grads(params, contexts), _next_main_grads(main_grads, contexts)
+    return param_grads, state_grad, None, None, x_kind.match(dy), extra_grads, main_grads
 
 
 _run.defvjp(run_fwd, run_bwd)
@@ -136,12 +144,13 @@ def forward_contexts(run: Run, params, kernels, keys, extras, scales, *, train: 
     ]
 
 
-def backward_contexts(run: Run, params, keys, saved, extra_output_grads, scales) -> list[BackwardContext]:
+def backward_contexts(run: Run, params, keys, saved, extra_output_grads, scales, main_grads) -> list[BackwardContext]:
     """A context for every link; of extra outputs it has the cotangents that come from outside of the run."""
+    buffers = [main_grads[info.scope].buffer if info.main_grad else None for info in run.links]
     return [
-        BackwardContext(info, params.get(info.scope, {}), kept, key, grads, scale)
-        for info, key, kept, grads, scale in zip(
-            run.links, keys, saved, extra_values.leaving_grads(run, extra_output_grads), scales, strict=True
+        BackwardContext(info, params.get(info.scope, {}), kept, key, grads, scale, buffer)
+        for info, key, kept, grads, scale, buffer in zip(
+            run.links, keys, saved, extra_values.leaving_grads(run, extra_output_grads), scales, buffers, strict=True
         )
     ]
 
@@ -167,18 +176,39 @@ def backward_step(run: Run, step: Step, contexts: list[BackwardContext], dy: Any
     return step(contexts, dy)
 
 
-def _param_grads(params: Params, contexts: list[BackwardContext]) -> dict[str, dict[str, Array]]:
-    """Scope -> name -> gradient; those of a parameter that several links share are summed."""
+def _next_main_grads(main_grads: MainGrads, contexts: list[BackwardContext]) -> dict[str, MainGrad]:
+    """Scope -> the buffer with its next value."""
+    following = {}
+    for ctx in contexts:
+        if ctx.info.main_grad:
+            scope, buffer = ctx.info.scope, main_grads[ctx.info.scope].buffer
+            value = errors.required(ctx.main_grad_next, ctx.info.label, "ctx.main_grad_next after backward")
+            value = main_grad.marked(Like.of(buffer).match(value))
+            following[scope] = dataclasses.replace(main_grads[scope], buffer=value)
+    return following
+
+
+def _param_grads(params: Params, contexts: list[BackwardContext]) -> dict[str, dict[str, Array | None]]:
+    """Scope -> name -> gradient; those of a parameter that several links share are summed.
+
+    None (a zero that nobody has to write): that of a kernel with a main gradient.
+    """
     grads: dict[str, dict[str, Array]] = {scope: {} for scope in params}
+    without = {(ctx.info.scope, "kernel") for ctx in contexts if ctx.info.main_grad}
     for ctx in contexts:
         scope = grads.get(ctx.info.scope, {})
         for spec in ctx.info.op.params(ctx.info.x_type):
+            if (ctx.info.scope, spec.name) in without:
+                continue
             argument, expected = f"ctx.param_grads[{spec.name!r}] after backward", f"an array of shape {spec.shape}"
             errors.check_value(spec.name in ctx.param_grads, ctx.info.label, argument, expected, "none")
             grad = ctx.param_grads[spec.name]
             errors.check_value(grad.shape == spec.shape, ctx.info.label, argument, expected, grad.shape)
             scope[spec.name] = scope[spec.name] + grad if spec.name in scope else grad
     return {
-        scope: {name: Like.of(param).match(grads[scope][name]) for name, param in names.items()}
+        scope: {
+            name: None if (scope, name) in without else Like.of(param).match(grads[scope][name])
+            for name, param in names.items()
+        }
         for scope, names in params.items()
     }

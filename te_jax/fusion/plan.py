@@ -18,6 +18,7 @@ from te_jax import compat
 from te_jax.fusion.execute import backward_contexts, backward_step, forward_contexts, forward_step
 from te_jax.fusion.pattern import Step
 from te_jax.fusion.run import Run, read_scales, write_state
+from te_jax.ops import main_grad
 from te_jax.ops.base import LinkInfo
 from te_jax.primitives import TARGETS, library, support
 from te_jax.recipe import Recipe
@@ -133,6 +134,7 @@ def _inside(nested: Nested, step: PlannedStep) -> PlannedStep:
 def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[PlannedStep], list[PlannedStep]]:
     """Traces a run step by step; values between steps are ShapeDtypeStructs."""
     params, state, keys, x, extras = (avals[k] for k in ("params", "state", "keys", "x", "extras"))
+    main_grads = avals["main_grads"]
     what, scales = _trace(lambda s: read_scales(run, s), state)
 
     arrays = (params, keys, extras, scales)
@@ -163,15 +165,16 @@ def _trace_run(run: Run, avals: dict[str, Any], train: bool) -> tuple[list[Plann
     backward, grads = [], nothing  # of each link: the cotangents of its extra inputs
     for step in run.plan.backward:
 
-        def traced_backward(arrays, saved, extra_grads, grads, value, step=step):
+        def traced_backward(arrays, saved, extra_grads, grads, main_grads, value, step=step):
             params, keys, _, scales = arrays
-            contexts = backward_contexts(run, params, keys, saved, extra_grads, scales)
+            contexts = backward_contexts(run, params, keys, saved, extra_grads, scales, main_grads)
             for ctx, kept in zip(contexts, grads, strict=True):
                 ctx.extra_input_grads = kept
             value = backward_step(run, step, contexts, value)
-            return value, [ctx.extra_input_grads for ctx in contexts], [ctx.param_grads for ctx in contexts]
+            made = [(ctx.param_grads, ctx.main_grad_next) for ctx in contexts]
+            return value, [ctx.extra_input_grads for ctx in contexts], made
 
-        what, (value, grads, _) = _trace(traced_backward, arrays, saved, leaving, grads, value)
+        what, (value, grads, _) = _trace(traced_backward, arrays, saved, leaving, grads, main_grads, value)
         backward.append(_planned(run, step, what, value, backward=True))
     if has_state and not run.forward_state:
         backward.append(_writes_state(run, ("x", "kernel", "dy"), state))
@@ -241,6 +244,7 @@ def _planned(run: Run, step: Step, what: _Traced, value: Any, *, backward: bool)
     notes += [note for info in links if (note := info.op.note(info)) is not None]
     unquantized = {info.why_unquantized for info in run.links}
     notes += [f"no {r.rule}: {r.reason}" for r in refusals if r.links[0] in step.links and r.reason not in unquantized]
+    notes += [main_grad.note(info) for info in links] if backward else []
     quantized = any(info.quantized for info in links)
     if quantized and {"te_jax_gemm", "te_jax_grouped_gemm"} & set(what.custom_calls):
         notes.append(_accumulation(links[0].quantizing_recipe, ("dgrad", "wgrad") if backward else ("fprop",)))

@@ -70,6 +70,7 @@ class Op:
     num_extra_outputs: ClassVar[int] = 0
     roles: ClassVar[tuple[str, ...]] = ()  # the quantizers it has: of linears and Quantize
     hands_on: ClassVar[bool] = False  # whether its result is its input, as it is
+    has_main_grad: ClassVar[bool] = False  # whether its backward takes a buffer for the gradient of ``kernel``
 
     def saves_input(self, info: LinkInfo) -> bool:
         """Whether ``forward`` saves x itself for ``backward``: then x is named for remat policies before it is used."""
@@ -160,6 +161,7 @@ class LinkInfo:
     recipe: Recipe | None = None
     module: str = ""  # the name that remat policies know it by: the last part of its Flax path
     why_unquantized: str | None = None  # ops with quantizers: why they run in high precision; None: they are quantized
+    main_grad: str | None = None  # what wgrad does with the kernel's buffer (te_jax.ops.main_grad); None: there is none
 
     @property
     def label(self) -> str:
@@ -218,8 +220,10 @@ class BackwardContext:
     key: Array | None = None
     extra_output_grads: tuple[Array, ...] = ()
     scales: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+    main_grad: Array | None = None  # the kernel's buffer, if ``info.main_grad``; f32
 
     param_grads: dict[str, Array] = dataclasses.field(default_factory=dict)
+    main_grad_next: Array | None = None  # its next value, instead of ``param_grads["kernel"]``
     extra_input_grads: tuple[Array | None, ...] = ()
     used: Used = dataclasses.field(default_factory=dict)
 

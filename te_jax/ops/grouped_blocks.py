@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax.errors import check_value
+from te_jax.ops import main_grad
 from te_jax.ops.base import BackwardContext, ForwardContext, QuantizedKernel
 from te_jax.ops.recording import record_groups
 from te_jax.parallel import mesh
@@ -71,7 +72,7 @@ def forward(ctx: ForwardContext, x: Array) -> Array:
 
 def backward(ctx: BackwardContext, dy: Array) -> Array:
     """dx [T, K]; dw [G, K, N] goes to ``ctx.param_grads``."""
-    recipe, kernel = ctx.info.quantizing_recipe, ctx.params["kernel"]
+    recipe = ctx.info.quantizing_recipe
     sizes, x_t, x_scale_inv, kernel_data, kernel_scale_inv = ctx.saved
     dy_q = _quantize(dy, BLOCK_1X128, recipe, "dy")
     _record(ctx, "dy", dy, *dy_q, sizes)
@@ -83,7 +84,7 @@ def backward(ctx: BackwardContext, dy: Array) -> Array:
     dy_wide = dequantize_block(*_along_tokens(dy, sizes, recipe, "dy"), BLOCK_1X128)
     padded_sizes = -(-sizes // BLOCK) * BLOCK
     dw = _poisoned(grouped.contracted_product(x_wide.T, dy_wide.T, padded_sizes), sizes, dy.shape[0])
-    ctx.param_grads["kernel"] = dw.astype(kernel.dtype)
+    main_grad.book(ctx, dw)
     return _poisoned(dx, sizes, dy.shape[0]).astype(dy.dtype)
 
 

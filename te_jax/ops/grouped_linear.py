@@ -25,7 +25,7 @@ from jax.nn import initializers
 
 from te_jax import compat, primitives
 from te_jax.errors import check_type, check_value, required
-from te_jax.ops import grouped_blocks
+from te_jax.ops import grouped_blocks, main_grad
 from te_jax.ops.base import (
     BackwardContext,
     Channel,
@@ -71,6 +71,7 @@ class GroupedLinear(Op):
     bias_init: Initializer = dataclasses.field(default=initializers.zeros, kw_only=True)
 
     roles: ClassVar[tuple[str, ...]] = ("x", "kernel", "dy")
+    has_main_grad: ClassVar[bool] = True
     num_extra_inputs: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -279,7 +280,8 @@ def backward(ctx: BackwardContext, dy: Array | GroupedTensor) -> Array:
     if not info.quantized:
         assert not isinstance(dy, GroupedTensor)
         _, x = ctx.saved
-        ctx.param_grads["kernel"] = contracted_product(x, dy, sizes, kernel.dtype)
+        dw_dtype = kernel.dtype if info.main_grad is None else jnp.float32
+        main_grad.book(ctx, contracted_product(x, dy, sizes, dw_dtype))
         return rows_product(dy, kernel.astype(dtype), sizes, rhs_contract_first=False)
     if isinstance(info.recipe, BlockScaling):
         assert not isinstance(dy, GroupedTensor)
@@ -301,13 +303,13 @@ def backward(ctx: BackwardContext, dy: Array | GroupedTensor) -> Array:
         sizes,
         GroupedWgradSpec(
             groups=required(info.op.groups, info.label, "groups"),
-            out_dtype=gemm_dtype(kernel.dtype),
+            out_dtype=main_grad.wgrad_dtype(ctx, gemm_dtype(kernel.dtype)),
             fast_accumulation=recipe.fast_accumulation("wgrad"),
         ),
         lhs_scale_inv=x_scale_inv,
         rhs_scale_inv=dy_q.scale_inv,
     )
-    ctx.param_grads["kernel"] = dw.astype(kernel.dtype)
+    main_grad.book(ctx, dw)
     return dx.astype(dtype)
 
 

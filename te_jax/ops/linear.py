@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax import primitives
 from te_jax.errors import check_type, check_value, required
+from te_jax.ops import main_grad
 from te_jax.ops.base import (
     BackwardContext,
     ForwardContext,
@@ -57,6 +58,7 @@ class BasicLinear(Op):
     out_sharding: PartitionSpec | None = dataclasses.field(default=None, kw_only=True)
 
     roles: ClassVar[tuple[str, ...]] = ("x", "kernel", "dy")
+    has_main_grad: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_linear("BasicLinear", self.features, self.init)
@@ -275,7 +277,7 @@ def _named(ctx: ForwardContext, q: QTensor, tensor: str, *, data: str) -> QTenso
 
 
 def backward(ctx: BackwardContext, dy: Array | QTensor, c: Array | None = None, alpha: float = 1.0) -> Array:
-    """dx [*lead, K] (+ c) of y's cotangent alpha dy; dw [K, N] goes to ``ctx.param_grads``.
+    """dx [*lead, K] (+ c) of y's cotangent alpha dy; dw [K, N] goes to ``ctx.param_grads`` or into the main gradient.
 
     dy may come quantized from its producer. Otherwise it is quantized here with the scale that alpha dy has, times
     alpha: the same FP8 numbers, but for the rounding of alpha dy, and the same state.
@@ -301,16 +303,20 @@ def backward(ctx: BackwardContext, dy: Array | QTensor, c: Array | None = None, 
         rhs_scaling=scaling(recipe, "kernel"),
     )
     dx, _ = primitives.gemm(dy_data, kernel_data, dgrad, c=c if in_gemm else None, **scales)
+    scales = {"lhs_scale_inv": x_scale_inv, "rhs_scale_inv": dy_q.data_t_scale_inv}
+    buffer = main_grad.addend(ctx, x_t, dy_t, *scales.values())
     wgrad = GemmSpec(
         contract_dims=len(info.x_type.shape) - 1,
-        out_dtype=gemm_dtype(kernel.dtype),
+        out_dtype=main_grad.wgrad_dtype(ctx, gemm_dtype(kernel.dtype)),
         alpha=alpha,
+        beta=0.0 if buffer is None else 1.0,
+        in_place=buffer is not None,
         fast_accumulation=recipe.fast_accumulation("wgrad"),
         lhs_scaling=scaling(recipe, "x"),
         rhs_scaling=scaling(recipe, "dy"),
     )
-    dw, _ = primitives.gemm(x_t, dy_t, wgrad, lhs_scale_inv=x_scale_inv, rhs_scale_inv=dy_q.data_t_scale_inv)
-    ctx.param_grads["kernel"] = dw.astype(kernel.dtype)
+    dw, _ = primitives.gemm(x_t, dy_t, wgrad, c=buffer, **scales)
+    main_grad.book(ctx, dw, added=buffer is not None)
     dx = dx.astype(dtype)
     return dx if c is None or in_gemm else add_cotangents(dx, c)
 
@@ -357,10 +363,10 @@ def _high_precision_backward(ctx: BackwardContext, dy: Array) -> Array:
         x,
         dy,
         ((lead, lead), ((), ())),
-        preferred_element_type=kernel.dtype,
+        preferred_element_type=kernel.dtype if ctx.info.main_grad is None else jnp.float32,
         out_sharding=explicit.out_sharding(explicit.spec_entries(kernel), x, dy),
     )
-    ctx.param_grads["kernel"] = dw.astype(kernel.dtype)
+    main_grad.book(ctx, dw)
     return dx
 
 

@@ -19,13 +19,24 @@ from te_jax import compat, errors
 from te_jax.quant.division import divide
 from te_jax.quant.format import MAX_SCALE
 from te_jax.quant.state_leaves import LEAVES, NO_AMAX, PARITY, RUNGS, TINY, Leaves, W, decode, encode
-from te_jax.quant.state_trees import COLLECTION, KERNELS, accumulate, accumulate_stacked, apply, check, merge, split
+from te_jax.quant.state_trees import (
+    COLLECTION,
+    KERNELS,
+    MAIN_GRAD,
+    accumulate,
+    accumulate_stacked,
+    apply,
+    check,
+    merge,
+    split,
+)
 from te_jax.recipe import DelayedScaling, Recipe
 
 __all__ = [
     "COLLECTION",
     "KERNELS",
     "LEAVES",
+    "MAIN_GRAD",
     "NO_AMAX",
     "PARITY",
     "RUNGS",

@@ -22,6 +22,9 @@ COLLECTION = "_overwrite_with_gradient"
 KERNELS = "fp8_kernels"
 """The variable collection of kernels that were quantized once for several calls (te_jax.quantize_kernels)."""
 
+MAIN_GRAD = "main_grad"
+"""The variable collection of buffers that weight gradients are accumulated in (te_jax.main_grad)."""
+
 
 def is_run(x: Any) -> bool:
     """Whether x is the state of one run of ops: a mapping of its three leaves."""
@@ -35,7 +38,8 @@ def split(variables: Mapping[str, Any]) -> tuple[Any, Any]:
     """(everything else, FP8 state) of a model's variables, or of their gradient.
 
     The first part is what an optimizer, a clip or a gradient norm should see. Quantized kernels (collection
-    ``fp8_kernels``) are in neither: they are stale once the parameters change.
+    ``fp8_kernels``) are in neither: they are stale once the parameters change. Nor are the buffers of main gradients
+    (``main_grad``), which are no gradients of anything that an optimizer steps (``te.main_grad.merge`` makes them so).
 
     Args:
       variables: a dict (or FrozenDict) of variable collections; or an ``nnx.State``, whose runs of FP8 state are taken
@@ -50,7 +54,7 @@ def split(variables: Mapping[str, Any]) -> tuple[Any, Any]:
     errors.check_collections("state.split", "variables", variables)
     if _is_nnx_state(variables):
         return partition(variables)
-    rest = {name: value for name, value in variables.items() if name not in (COLLECTION, KERNELS)}
+    rest = {name: value for name, value in variables.items() if name not in (COLLECTION, KERNELS, MAIN_GRAD)}
     return rebuild(variables, rest), rebuild(variables, dict(variables.get(COLLECTION, {})))
 
 

@@ -1,0 +1,181 @@
+"""The loop of ``te.accumulate_gradients(main_grad=True)``.
+
+A first trace, of which only the program is looked at, gives every kernel a buffer to try. A kernel has a main gradient
+if that buffer came back used, once, and no branch leaves it out; if its own gradient is zero beside it, which is what a
+linear leaves of it, it is not even asked for. So gradients are right whatever else the loss does with a kernel: what
+isn't known to be accumulated in a buffer is an ordinary gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+from jax import Array
+
+from te_jax import compat, main_grad, programs
+from te_jax.errors import check_value, warn
+from te_jax.ops.main_grad import MainGrad, Mode, finding_without
+from te_jax.quant import state as fp8_state
+from te_jax.quant.state import COLLECTION
+
+Path = tuple[str, ...]
+
+
+def wide(param: Any) -> Any:
+    """The dtype in which gradients of a parameter are summed."""
+    return jnp.promote_types(param.dtype, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernels:
+    """Which leaves of the variables have a buffer, and what is differentiated beside the buffers.
+
+    Attributes:
+      structure: of the variables.
+      paths: leaf -> the place of its buffer in the collection ``main_grad``.
+      fixed: the leaves of them that are not differentiated: their gradients are in the buffers and nowhere else.
+    """
+
+    structure: Any
+    paths: Mapping[int, Path]
+    fixed: frozenset[int]
+
+    def split(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """(those that are differentiated, those that are not)."""
+        parts: tuple[list[Any], list[Any]] = ([], [])
+        for i, leaf in enumerate(leaves):
+            parts[i in self.fixed].append(leaf)
+        return parts
+
+    def join(self, moving: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
+        given = iter(moving), iter(fixed)
+        return [next(given[i in self.fixed]) for i in range(self.structure.num_leaves)]
+
+    def collection(self, buffers: Sequence[Array], mode: Mode) -> dict[str, Any]:
+        nodes = [MainGrad(buffer, mode) for buffer in buffers]
+        return traverse_util.unflatten_dict(dict(zip(self.paths.values(), nodes, strict=True)))
+
+    def buffers_of(self, collection: Any) -> list[Array]:
+        flat: dict[Any, Any] = traverse_util.flatten_dict(collection, is_leaf=lambda _, x: isinstance(x, MainGrad))
+        return [flat[path].buffer for path in self.paths.values()]
+
+    def gradients(self, loss_fn: Callable, mode: Mode) -> Callable:
+        """(moving leaves, buffers, fixed leaves, microbatch) -> (loss, gradients of moving leaves, next buffers)."""
+
+        def loss_of(moving: Any, collection: Any, fixed: Any, microbatch: Any) -> Array:
+            variables = self.structure.unflatten(self.join(moving, fixed))
+            return loss_fn({**variables, main_grad.COLLECTION: collection}, microbatch)
+
+        def gradients(moving: Any, buffers: Any, fixed: Any, microbatch: Any) -> Any:
+            grad = jax.value_and_grad(loss_of, argnums=(0, 1))
+            loss, (own, following) = grad(moving, self.collection(buffers, mode), fixed, microbatch)
+            return loss, own, self.buffers_of(following)
+
+        return gradients
+
+
+def run(
+    loss_fn: Callable[[Any, Any], Array], variables: Any, microbatch_of: Callable[[Any], Any], num_microbatches: int
+) -> tuple[Array, dict[str, Any]]:
+    """(loss, gradients) as of ``te.accumulate_gradients``, of variables without ``fp8_kernels``.
+
+    Args:
+      loss_fn: (variables, microbatch) -> f32[].
+      variables: a dict of collections, differentiated.
+      microbatch_of: number -> microbatch; the number may be traced.
+      num_microbatches: at least 1.
+    """
+    leaves, structure = jax.tree.flatten(variables)
+    kernels = _find(loss_fn, variables, microbatch_of(0))
+    moving, fixed = kernels.split(leaves)
+    is_state = kernels.split(_is_state(variables))[0]
+    empty = [compat.zeros_like(leaves[i], jnp.float32) for i in kernels.paths]
+
+    def sums_and_state(grads: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+        parts: tuple[list[Array], list[Array]] = ([], [])
+        for grad, part in zip(grads, is_state, strict=True):
+            parts[part].append(grad)
+        return parts
+
+    @jax.jit
+    def first(moving: Any, empty: Any, fixed: Any, microbatch: Any) -> Any:
+        loss, grads, buffers = kernels.gradients(loss_fn, "overwrite")(moving, empty, fixed, microbatch)
+        return loss.astype(jnp.float32), grads, buffers
+
+    def body(carry: Any, i: Array) -> Any:
+        sums, buffers = carry
+        arguments = (moving, buffers, fixed, microbatch_of(i))
+        program, shapes = programs.trace(kernels.gradients(loss_fn, "add"), *arguments)
+        updates = {1 + len(moving) + n: len(moving) + n for n in range(len(buffers))}
+        outputs = program.in_place(*jax.tree.leaves(arguments), updates=updates)
+        loss, grads, buffers = jax.tree.structure(shapes).unflatten(outputs)
+        grads, state = sums_and_state(grads)
+        with compat.numpy_promotion():
+            sums = [total + grad.astype(total.dtype) for total, grad in zip(sums, grads, strict=True)]
+        return (sums, buffers), (loss.astype(jnp.float32), state)
+
+    loss, grads, buffers = first(moving, empty, fixed, microbatch_of(0))
+    grads, state = sums_and_state(grads)
+    sums = [grad.astype(wide(grad)) for grad in grads]
+    (sums, buffers), (losses, states) = jax.lax.scan(body, (sums, buffers), jnp.arange(1, num_microbatches))
+    with compat.numpy_promotion():
+        loss = jnp.mean(jnp.concatenate([loss[None], losses]))
+    states = [jnp.concatenate([one[None], more]) for one, more in zip(state, states, strict=True)]
+
+    # Means, rounded once; each kernel's is that of its buffer, with what the loss does to it beside its linear.
+    totals, stacked = iter(sums), iter(states)
+    own = [next(stacked) if part else next(totals) for part in is_state]
+    all_totals = kernels.join(own, [None] * len(fixed))
+    of = dict(zip(kernels.paths, buffers, strict=True))
+    means = []
+    with compat.numpy_promotion():
+        for i, (total, leaf, part) in enumerate(zip(all_totals, leaves, _is_state(variables), strict=True)):
+            if part:
+                means.append(total)
+                continue
+            there = [x for x in (of.get(i), total) if x is not None]
+            means.append((sum(there[1:], there[0]) / num_microbatches).astype(leaf.dtype))
+    grads = structure.unflatten(means)
+    rest, stacked_state = fp8_state.split(grads)
+    return loss, fp8_state.merge(rest, fp8_state.accumulate_stacked(stacked_state)) if stacked_state else rest
+
+
+def _is_state(variables: Any) -> list[bool]:
+    paths = [path for path, _ in jax.tree.leaves_with_path(variables)]
+    return [_names(path)[0] == COLLECTION for path in paths]
+
+
+def _names(path: Any) -> Path:
+    return tuple(str(getattr(key, "key", getattr(key, "name", ""))) for key in path)
+
+
+def _find(loss_fn: Callable, variables: Any, microbatch: Any) -> _Kernels:
+    """The kernels whose gradients are accumulated in buffers."""
+    flat, structure = jax.tree.flatten_with_path(variables)
+    leaves = [leaf for _, leaf in flat]
+    places: dict[int, Path] = {}
+    for i, (path, leaf) in enumerate(flat):
+        collection, *inside = _names(path)
+        name = tuple(inside[: inside.index("kernel") + 1]) if "kernel" in inside else ()  # a box may be around a leaf
+        if collection == "params" and name and main_grad.is_kernel(name, leaf):
+            places[i] = name
+    tried = _Kernels(structure, places, frozenset())
+    empty = [compat.zeros_like(leaves[i], jnp.float32) for i in places]
+    with finding_without() as without:
+        program, _ = programs.trace(tried.gradients(loss_fn, "try"), leaves, empty, [], microbatch)
+    if without:
+        warn(
+            f"te.accumulate_gradients: main_grad=True: {', '.join(without)}: no buffer is handed down to them, so they "
+            "keep ordinary gradients: apply modules with all of the variables; nn.scan and nn.vmap need "
+            f"{main_grad.COLLECTION!r} in their variable_axes"
+        )
+    marks = [program.is_marked(1 + len(leaves) + n, main_grad.MARK) for n in range(len(places))]
+    paths = {i: path for (i, path), marked in zip(places.items(), marks, strict=True) if marked}
+    expected = "a loss of at least one te_jax linear that is given a buffer (it is applied with all of the variables)"
+    check_value(bool(paths), "accumulate_gradients", "main_grad", expected, "one without")
+    return _Kernels(structure, paths, frozenset(i for i in paths if program.is_zero(1 + i)))
