@@ -6,6 +6,7 @@ from te_jax import ops
 
 import importlib
 
+from te_jax import collective as collective
 from te_jax import flax as flax
 from te_jax import health as health
 from te_jax import main_grad as main_grad

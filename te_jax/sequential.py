@@ -255,8 +255,8 @@ class ChainModule(RunVariables, kw_only=True):
         for place, x_type in zip(part.places, x_types, strict=True):
             why = place.op.why_unquantized(x_type, self.recipe)
             mode = main_grads.get(place.scope) if place.op.has_main_grad else None
-            name = place.scope or own_name
-            info = LinkInfo(place.op, place.path, place.scope, x_type, self.recipe, name, why, mode)
+            name, axis = place.scope or own_name, place.op.mesh_axis()
+            info = LinkInfo(place.op, place.path, place.scope, x_type, self.recipe, name, axis, why, mode)
             if self.recipe is not None and self.recipe.strict:
                 check_value(why is None, info.label, "recipe", "a linear that can be quantized (strict=True)", why)
             links.append(info)

@@ -26,7 +26,7 @@ LAYERS = [
     ("te_jax.ops",),
     ("te_jax.fusion",),
     ("te_jax.chain",),
-    ("te_jax.run_variables",),
+    ("te_jax.run_variables", "te_jax.collective.calls"),
     ("te_jax.sequential",),
     (
         "te_jax.flax",

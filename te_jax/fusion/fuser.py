@@ -6,9 +6,12 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax.numpy as jnp
+
 from te_jax.errors import check_type, check_value
 from te_jax.fusion.pattern import Rule, Step, windows
 from te_jax.ops.base import LinkInfo, TensorType
+from te_jax.quant.tensor import QTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,7 @@ class BackwardOp(_SingleOp):
 def _checked(info: LinkInfo, method: str, result: Any, wanted: TensorType) -> Any:
     """``result``, if it is what the op promised: the ops around it, and XLA, rely on it."""
     shape, dtype = getattr(result, "shape", None), getattr(result, "dtype", None)
+    dtype = jnp.dtype(dtype) if isinstance(result, QTensor) else dtype  # its name
     check_value(shape == wanted.shape, info.label, method, f"a result of shape {wanted.shape}", shape)
     check_type(dtype == wanted.dtype, info.label, method, f"a result of dtype {wanted.dtype}", dtype)
     return result

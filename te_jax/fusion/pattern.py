@@ -51,7 +51,7 @@ class Window:
 
 
 class Step(Protocol):
-    """A part of a plan: runs one or several links, forward or backward.
+    """A part of a plan: runs one or several links, forward or backward. ``notes``, if it has that, is for the plan.
 
     ``contexts`` holds a ForwardContext or BackwardContext for every link of the run.
     """

@@ -242,11 +242,12 @@ def _planned(run: Run, step: Step, what: _Traced, value: Any, *, backward: bool)
     links = [run.links[i] for i in step.links]
     notes = [f"not quantized: {info.why_unquantized}" for info in links if info.why_unquantized]
     notes += [note for info in links if (note := info.op.note(info)) is not None]
+    notes += getattr(step, "notes", ())
     unquantized = {info.why_unquantized for info in run.links}
     notes += [f"no {r.rule}: {r.reason}" for r in refusals if r.links[0] in step.links and r.reason not in unquantized]
     notes += [main_grad.note(info) for info in links] if backward else []
     quantized = any(info.quantized for info in links)
-    if quantized and {"te_jax_gemm", "te_jax_grouped_gemm"} & set(what.custom_calls):
+    if quantized and {"te_jax_gemm", "te_jax_grouped_gemm", "te_jax_collective_gemm"} & set(what.custom_calls):
         notes.append(_accumulation(links[0].quantizing_recipe, ("dgrad", "wgrad") if backward else ("fprop",)))
     writes_fp8 = not isinstance(value, Array | jax.ShapeDtypeStruct)
     return PlannedStep(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax.errors import required
+from te_jax.parallel.mesh import NamedAxis
 from te_jax.recipe import Recipe
 from te_jax.remat import names
 
@@ -128,6 +129,10 @@ class Op:
         """Linears: the kernel as ``forward`` would quantize it, for ``ForwardContext.quantized_kernel``."""
         raise NotImplementedError
 
+    def mesh_axis(self) -> NamedAxis | None:
+        """Collectives: their mesh axis as the code being traced sees it, which their fusions depend on."""
+        return None
+
     def needs_key(self, deterministic: bool) -> bool:
         """Whether it draws random numbers."""
         del deterministic
@@ -160,6 +165,7 @@ class LinkInfo:
     x_type: TensorType
     recipe: Recipe | None = None
     module: str = ""  # the name that remat policies know it by: the last part of its Flax path
+    mesh_axis: NamedAxis | None = None  # of a collective
     why_unquantized: str | None = None  # ops with quantizers: why they run in high precision; None: they are quantized
     main_grad: str | None = None  # what wgrad does with the kernel's buffer (te_jax.ops.main_grad); None: there is none
 

@@ -24,14 +24,18 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AxisType, PartitionSpec
 
 from te_jax import compat
-from te_jax.errors import check_type, check_value
+from te_jax.collective.plan import check_overlap
+from te_jax.errors import check_type, check_value, required
+from te_jax.ops import gathering
 from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo, Op, TensorType
 from te_jax.ops.bias import Bias
 from te_jax.parallel import explicit, mesh
+from te_jax.quant.tensor import QTensor
 
 Entries = tuple[Any, ...]  # of a PartitionSpec, one for each dimension
 
@@ -46,19 +50,31 @@ class _Split:
 
 @dataclasses.dataclass(frozen=True)
 class Collective(Op):
-    """Base of the collectives. ``axis_name``: the mesh axis."""
+    """Base of the collectives.
+
+    Attributes:
+      axis_name: the mesh axis.
+      overlap: of a collective next to a linear on a Manual axis: "auto" overlaps them where that is known to pay;
+        "overlapped" (one custom call) and "ring" (a GEMM and a ``ppermute`` for each device) do so whatever the size,
+        "plain" doesn't.
+    """
 
     axis_name: str
+    overlap: str = dataclasses.field(default="auto", kw_only=True)
 
     verb: ClassVar[str]  # for the plan
 
     def __post_init__(self) -> None:
         ok = isinstance(self.axis_name, str) and bool(self.axis_name)
         check_type(ok, type(self).__name__, "axis_name", "the name of a mesh axis", repr(self.axis_name))
+        check_overlap(type(self).__name__, self.overlap)
 
     def axis(self, *arrays: Array) -> mesh.NamedAxis | None:
         """The axis here: its type and size; None where there is no mesh."""
         return mesh.named_axis(str(self), self.axis_name, *arrays)
+
+    def mesh_axis(self) -> mesh.NamedAxis | None:
+        return self.axis()
 
     @property
     def manual(self) -> bool:
@@ -150,7 +166,11 @@ class AllGather(_AlongDimension):
     """The parts x [..., n, ...] of all devices of an axis, one after the other: [..., n * size, ...].
 
     ``dimension``: along which; default the last but one, the tokens of x [T, C] and the sequence of x [B, T, C].
+    ``keep_gathered``: a linear fused with it keeps what was gathered for its weight gradient; False keeps the device's
+    own part, and gathers again in the backward pass: 1 / size of the memory, once more the communication.
     """
+
+    keep_gathered: bool = dataclasses.field(default=True, kw_only=True)
 
     verb: ClassVar[str] = "gathers"
 
@@ -158,6 +178,14 @@ class AllGather(_AlongDimension):
         dimension, axis = self._axis_of(len(x.shape)), self.axis()
         size = axis.size if axis is not None and axis.kind == AxisType.Manual else 1
         return TensorType((*x.shape[:dimension], x.shape[dimension] * size, *x.shape[dimension + 1 :]), x.dtype)
+
+    def forward(self, ctx: ForwardContext, x: Array | QTensor) -> Array | QTensor:  # type: ignore[override]
+        """x may come quantized from its producer, with the scale that the whole has: a byte an element travels."""
+        if not isinstance(x, QTensor):
+            return super().forward(ctx, x)
+        data = required(x.data, str(self), "x.data")
+        data = gathering.gather(data, self.axis_name, self._axis_of(data.ndim))
+        return dataclasses.replace(x, data=data, data_t=jnp.moveaxis(data, -1, 0) if ctx.train else None)
 
     def _collective(self, x: Array) -> Array:
         return self._gathered(x)

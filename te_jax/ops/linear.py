@@ -37,6 +37,7 @@ from te_jax.ops.base import (
     tokens,
 )
 from te_jax.ops.bias import Bias
+from te_jax.ops.gathering import whole
 from te_jax.ops.recording import record
 from te_jax.ops.residual import add_cotangents, addable
 from te_jax.parallel import explicit, mesh
@@ -228,6 +229,15 @@ def check_kernel(ctx: ForwardContext, quantized: QuantizedKernel) -> None:
     check_value("data" in quantized or not ctx.train, ctx.info.label, "kernel", expected, got)
 
 
+def quantized_kernel(ctx: ForwardContext) -> QTensor:
+    """The kernel of this call: quantized before it, or now."""
+    quantized = quantize_kernel(ctx) if ctx.quantized_kernel is None else ctx.quantized_kernel
+    check_kernel(ctx, quantized)
+    kernel_q = as_qtensor(ctx, "kernel", primitives.QuantizeOut(**quantized), ctx.info.x_type.dtype)
+    # One that is given isn't this call's to save again.
+    return kernel_q if ctx.quantized_kernel is not None else named(ctx, kernel_q, "kernel", data="data")
+
+
 def forward(
     ctx: ForwardContext, x: Array | QTensor, bias: Array | None = None, c: Array | None = None, alpha: float = 1.0
 ) -> Array:
@@ -241,12 +251,8 @@ def forward(
         return _high_precision_forward(ctx, x)
     dtype, recipe = info.x_type.dtype, info.quantizing_recipe
     x_q = x if isinstance(x, QTensor) else quantize_operand(ctx, "x", x, train=ctx.train)[0]
-    quantized = quantize_kernel(ctx) if ctx.quantized_kernel is None else ctx.quantized_kernel
-    check_kernel(ctx, quantized)
-    kernel_q = as_qtensor(ctx, "kernel", primitives.QuantizeOut(**quantized), dtype)
-    x_q = _named(ctx, x_q, "input", data="data_t")
-    if ctx.quantized_kernel is None:  # one that is given isn't this call's to save again
-        kernel_q = _named(ctx, kernel_q, "kernel", data="data")
+    x_q = named(ctx, x_q, "input", data="data_t")
+    kernel_q = quantized_kernel(ctx)
     spec = GemmSpec(
         out_dtype=gemm_dtype(dtype),
         bias=bias is not None,
@@ -269,7 +275,7 @@ def forward(
     return _constrained(info, y.astype(dtype))
 
 
-def _named(ctx: ForwardContext, q: QTensor, tensor: str, *, data: str) -> QTensor:
+def named(ctx: ForwardContext, q: QTensor, tensor: str, *, data: str) -> QTensor:
     """q, with names on what the backward pass reads of it: one of its two layouts, ``data``, and its scales."""
     scale = "scale_inv_t" if data == "data_t" and q.scaling != "tensor" else "scale_inv"
     fields = {data: ctx.named(getattr(q, data), tensor), scale: ctx.named(getattr(q, scale), f"{tensor}_scale")}
@@ -282,14 +288,14 @@ def backward(ctx: BackwardContext, dy: Array | QTensor, c: Array | None = None, 
     dy may come quantized from its producer. Otherwise it is quantized here with the scale that alpha dy has, times
     alpha: the same FP8 numbers, but for the rounding of alpha dy, and the same state.
     """
-    info, kernel = ctx.info, ctx.params["kernel"]
+    info = ctx.info
     if not info.quantized:
         assert not isinstance(dy, QTensor)
         assert c is None
         assert alpha == 1.0
         return _high_precision_backward(ctx, dy)
     dtype, recipe = info.x_type.dtype, info.quantizing_recipe
-    x_t, x_scale_inv, kernel_data, kernel_scale_inv = ctx.saved
+    _, _, kernel_data, kernel_scale_inv = ctx.saved
     dy_q = dy if isinstance(dy, QTensor) else quantize_operand(ctx, "dy", dy, alpha=alpha)[0]
     dy_data, dy_t = required(dy_q.data, "linear", "dy.data"), required(dy_q.data_t, "linear", "dy.data_t")
     scales = {"lhs_scale_inv": dy_q.scale_inv, "rhs_scale_inv": kernel_scale_inv}
@@ -303,9 +309,23 @@ def backward(ctx: BackwardContext, dy: Array | QTensor, c: Array | None = None, 
         rhs_scaling=scaling(recipe, "kernel"),
     )
     dx, _ = primitives.gemm(dy_data, kernel_data, dgrad, c=c if in_gemm else None, **scales)
-    scales = {"lhs_scale_inv": x_scale_inv, "rhs_scale_inv": dy_q.data_t_scale_inv}
+    wgrad(ctx, dy_t, dy_q.data_t_scale_inv, alpha)
+    dx = dx.astype(dtype)
+    return dx if c is None or in_gemm else add_cotangents(dx, c)
+
+
+def wgrad(ctx: BackwardContext, dy_t: Array, dy_t_scale_inv: Array | None, alpha: float = 1.0) -> None:
+    """dw [K, N] = alpha x^T dy, of dy_t FP8 [N, *lead] and what ``forward`` has saved.
+
+    Goes to ``ctx.param_grads`` or into the main gradient.
+    """
+    info, kernel = ctx.info, ctx.params["kernel"]
+    recipe = info.quantizing_recipe
+    x_t, x_scale_inv, *_ = ctx.saved
+    x_t = whole(x_t)
+    scales = {"lhs_scale_inv": x_scale_inv, "rhs_scale_inv": dy_t_scale_inv}
     buffer = main_grad.addend(ctx, x_t, dy_t, *scales.values())
-    wgrad = GemmSpec(
+    spec = GemmSpec(
         contract_dims=len(info.x_type.shape) - 1,
         out_dtype=main_grad.wgrad_dtype(ctx, gemm_dtype(kernel.dtype)),
         alpha=alpha,
@@ -315,10 +335,8 @@ def backward(ctx: BackwardContext, dy: Array | QTensor, c: Array | None = None, 
         lhs_scaling=scaling(recipe, "x"),
         rhs_scaling=scaling(recipe, "dy"),
     )
-    dw, _ = primitives.gemm(x_t, dy_t, wgrad, c=buffer, **scales)
+    dw, _ = primitives.gemm(x_t, dy_t, spec, c=buffer, **scales)
     main_grad.book(ctx, dw, added=buffer is not None)
-    dx = dx.astype(dtype)
-    return dx if c is None or in_gemm else add_cotangents(dx, c)
 
 
 def backward_with_bias(
@@ -351,14 +369,22 @@ def _constrained(info: LinkInfo, y: Array) -> Array:
 
 
 def _high_precision_backward(ctx: BackwardContext, dy: Array) -> Array:
-    x, kernel = ctx.saved, ctx.params["kernel"]
-    lead = tuple(range(x.ndim - 1))
+    ctx.saved = x = whole(ctx.saved)
+    kernel = ctx.params["kernel"]
     dx = lax.dot_general(
         dy,
         kernel.astype(x.dtype),
         (((dy.ndim - 1,), (1,)), ((), ())),
         out_sharding=explicit.out_sharding(explicit.spec_entries(x), x, dy),
     )
+    high_precision_wgrad(ctx, dy)
+    return dx
+
+
+def high_precision_wgrad(ctx: BackwardContext, dy: Array) -> None:
+    """dw [K, N] = x^T dy, of dy [*lead, N] and what ``forward`` has saved, into ``ctx.param_grads``, by XLA's dot."""
+    x, kernel = whole(ctx.saved), ctx.params["kernel"]
+    lead = tuple(range(x.ndim - 1))
     dw = lax.dot_general(
         x,
         dy,
@@ -367,7 +393,6 @@ def _high_precision_backward(ctx: BackwardContext, dy: Array) -> Array:
         out_sharding=explicit.out_sharding(explicit.spec_entries(kernel), x, dy),
     )
     main_grad.book(ctx, dw)
-    return dx
 
 
 __all__ = ["BasicLinear", "Linear", "backward", "backward_with_bias", "forward", "why_unquantized"]

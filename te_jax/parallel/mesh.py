@@ -63,10 +63,11 @@ def regime(*arrays) -> Regime:
 
 @dataclasses.dataclass(frozen=True)
 class NamedAxis:
-    """A mesh axis as the code being traced sees it."""
+    """A mesh axis as the code being traced sees it. ``mixed``: it is Manual, and others beside it aren't."""
 
     kind: AxisType
     size: int
+    mixed: bool = False
 
 
 def named_axis(caller: str, name: str, *arrays) -> NamedAxis | None:
@@ -75,12 +76,15 @@ def named_axis(caller: str, name: str, *arrays) -> NamedAxis | None:
     Raises:
       ValueError: a mesh without that axis, naming ``caller``.
     """
-    mesh = regime(*arrays).mesh
+    here = regime(*arrays)
+    mesh = here.mesh
     if mesh.empty:
         return None
     check_value(name in mesh.axis_names, caller, "axis_name", f"one of the mesh's {mesh.axis_names}", repr(name))
     place = mesh.axis_names.index(name)
-    return NamedAxis(mesh.axis_types[place], mesh.axis_sizes[place])
+    kind = mesh.axis_types[place]
+    mixed = kind == AxisType.Manual and bool(here.explicit or here.auto)
+    return NamedAxis(kind, mesh.axis_sizes[place], mixed)
 
 
 def manual_axes() -> tuple[str, ...]:

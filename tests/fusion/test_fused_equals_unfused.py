@@ -11,6 +11,7 @@ import te_jax as te
 from te_jax import ops
 from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES, NORM_GRAD_ADD
 from te_jax.ops.activation import ACTIVATIONS
+from te_jax.ops.collective import Collective
 from te_jax.testing import hlo
 
 BF16 = jnp.bfloat16
@@ -72,6 +73,8 @@ def windows(cases):
             for number, kinds in enumerate(chains_of(rule)):
                 if ops.GroupedLinear in kinds:
                     continue  # GROUPED_CASES
+                if any(issubclass(kind, Collective) for kind in kinds):
+                    continue  # test_collective_windows.py
                 few = any(k in ACTIVATIONS and k not in (ops.GELU, ops.SwiGLU) for k in kinds)
                 if few and ops.Quantize in kinds:
                     continue

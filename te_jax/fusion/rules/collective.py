@@ -1,0 +1,333 @@
+"""A linear and the collective next to it as one product, which hides what travels under its GEMMs. Manual axes only.
+
+Forward   [AllGather, BasicLinear, Bias?]       column-parallel: rows are multiplied as they arrive
+          [BasicLinear, ReduceScatter, Bias?]   row-parallel; a chain has the Bias behind the sum, so it counts once
+          [BasicLinear, AllReduce, Bias?]       row-parallel: the same, and what it gives is gathered
+Backward  [AllGather, BasicLinear, Bias?]       dgrad and the reduce-scatter of its result, then wgrad, which reads the
+                                                gathered x
+          [BasicLinear, ReduceScatter, Bias?]   the all-gather of dy and dgrad, then wgrad, which reads the gathered dy
+
+In FP8 operands are quantized before they are gathered: a byte for each element travels. A norm or activation before an
+AllGather writes them, also where the AllGather is a step of its own (PRODUCER_THROUGH_GATHER).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+from te_jax.collective.plan import Choice, Product, choose
+from te_jax.collective.run import Along
+from te_jax.errors import required
+from te_jax.fusion.pattern import Rule, Window, slot
+from te_jax.fusion.rules.linear import why_no_fp8_gemm
+from te_jax.ops import collective_linear, linear
+from te_jax.ops.activation import ACTIVATIONS
+from te_jax.ops.base import LinkInfo, tokens
+from te_jax.ops.bias import Bias
+from te_jax.ops.collective import AllGather, AllReduce, Collective, ReduceScatter
+from te_jax.ops.linear import BasicLinear
+from te_jax.ops.norm import NORMS
+from te_jax.ops.residual import MakeExtraOutput
+from te_jax.quant.tensor import QTensor
+from te_jax.recipe import BlockScaling
+
+GATHERS, SCATTERS = "all_gather_matmul", "matmul_reduce_scatter"
+
+
+def _why_apart(collective: LinkInfo, info: LinkInfo) -> str | None:
+    """Why a linear has nothing to do with the collective next to it, whatever their size; None if it may have."""
+    op, axis = collective.op, collective.mesh_axis
+    assert isinstance(op, Collective)
+    if axis is None or axis.kind != AxisType.Manual:
+        return f"{op.axis_name!r} is no axis of a shard_map here"
+    if axis.mixed:
+        return f"mesh axes beside {op.axis_name!r} are not Manual"
+    if isinstance(op, AllGather | ReduceScatter) and _dimension(op, info) == len(info.x_type.shape) - 1:
+        return "its dimension is that of the features"
+    if info.quantized:
+        if isinstance(info.recipe, BlockScaling):
+            return "block scales: rows are not cut into pieces in the layout of their scales"
+        axes = info.quantizing_recipe.amax_axes
+        if axes is not None and op.axis_name not in axes:
+            return f"the recipe's amax_axes {axes} lack {op.axis_name!r}"
+    return None
+
+
+def _choice(collective: LinkInfo, info: LinkInfo, kind: str, *, backward: bool) -> Choice:
+    """Which way the product of this linear, forward or its dgrad, runs with this collective."""
+    op, axis = collective.op, collective.mesh_axis
+    assert isinstance(op, Collective)
+    if (reason := _why_apart(collective, info)) is not None:
+        return Choice("plain", reason)
+    assert axis is not None
+    features_in, features_out = info.x_type.shape[-1], info.y_type.shape[-1]
+    product = Product(
+        kind=kind,
+        ranks=axis.size,
+        rows=tokens(info.x_type),
+        contracted=features_out if backward else features_in,
+        columns=features_in if backward else features_out,
+        dtype="float8_e4m3fn" if info.quantized else jnp.dtype(info.x_type.dtype).name,
+        out_dtype=linear.gemm_dtype(info.x_type.dtype) if info.quantized else jnp.dtype(info.x_type.dtype).name,
+    )
+    return choose(product, op.overlap)
+
+
+def _dimension(op: Collective, info: LinkInfo) -> int:
+    """The dimension of [*lead, C], counted from the front, that is split."""
+    return op.dimension % len(info.x_type.shape) if isinstance(op, AllGather | ReduceScatter) else 0
+
+
+def _why_not_bias(info: LinkInfo, bias: LinkInfo | None) -> str | None:
+    """Why a bias isn't added to the sums of this linear's product; None if it is, or if there is none."""
+    if bias is None or not info.quantized or info.x_type.dtype == jnp.bfloat16:
+        return None
+    return f"an FP8 GEMM adds a bfloat16 bias only, the chain computes in {info.x_type.dtype}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _CollectiveStep:
+    """Base of the steps: where its links are, and how rows move."""
+
+    linear: int
+    collective: int
+    bias: int | None
+    along: Along
+    choice: Choice
+
+    @property
+    def links(self) -> tuple[int, ...]:
+        return tuple(sorted(i for i in (self.linear, self.collective, self.bias) if i is not None))
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    def __call__(self, contexts: list[Any], value: Any) -> Any:
+        raise NotImplementedError
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (str(self.choice),)
+
+    @property
+    def _plus_bias(self) -> str:
+        return "" if self.bias is None else "+bias"
+
+    def _bias_of(self, contexts: list[Any]) -> Any:
+        return None if self.bias is None else contexts[self.bias].params["bias"]
+
+
+class GatherLinear(_CollectiveStep):
+    @property
+    def name(self) -> str:
+        return f"all-gather+linear{self._plus_bias}"
+
+    def __call__(self, contexts: list[Any], x: Any) -> Any:
+        keep = contexts[self.collective].info.op.keep_gathered
+        bias = self._bias_of(contexts)
+        return collective_linear.gather_forward(contexts[self.linear], x, self.along, bias, keep=keep)
+
+
+class LinearScatter(_CollectiveStep):
+    @property
+    def name(self) -> str:
+        return f"linear+reduce-scatter{self._plus_bias}"
+
+    def __call__(self, contexts: list[Any], x: Any) -> Any:
+        return collective_linear.scatter_forward(contexts[self.linear], x, self.along, self._bias_of(contexts))
+
+
+class LinearReduce(_CollectiveStep):
+    @property
+    def name(self) -> str:
+        return f"linear+reduce-scatter{self._plus_bias}, all-gather"
+
+    def __call__(self, contexts: list[Any], x: Any) -> Any:
+        return collective_linear.reduce_forward(contexts[self.linear], x, self.along, self._bias_of(contexts))
+
+
+class DgradScatter(_CollectiveStep):
+    @property
+    def name(self) -> str:
+        return f"{'dbias+quantize+' if self.bias is not None else ''}dgrad+reduce-scatter, wgrad"
+
+    def __call__(self, contexts: list[Any], dy: Any) -> Any:
+        ctx = contexts[self.linear]
+        if self.bias is not None:
+            bias_ctx = contexts[self.bias]
+            dy, dbias = linear.quantize_operand(ctx, "dy", dy, bias=bias_ctx.params["bias"])
+            bias_ctx.param_grads["bias"] = required(dbias, "linear", "dbias")
+        return collective_linear.gather_backward(ctx, dy, self.along)
+
+
+class GatherDgrad(_CollectiveStep):
+    @property
+    def name(self) -> str:
+        return f"{'dbias+quantize+' if self.bias is not None else ''}all-gather+dgrad, wgrad of what was gathered"
+
+    def __call__(self, contexts: list[Any], dy: Any) -> Any:
+        bias_ctx = None if self.bias is None else contexts[self.bias]
+        return collective_linear.scatter_backward(contexts[self.linear], dy, self.along, bias_ctx)
+
+
+def _step(kind: type[_CollectiveStep], window: Window, collective: int, linear_slot: int, choice: Choice):
+    info, op, axis = window.info(linear_slot), window.info(collective).op, window.info(collective).mesh_axis
+    assert isinstance(op, Collective)
+    assert axis is not None
+    along = Along(op.axis_name, axis.size, _dimension(op, info), choice.path, always=op.overlap == "overlapped")
+    return kind(window.link(linear_slot), window.link(collective), window.picks[2], along, choice)
+
+
+def _forward_reason(choice: Choice, info: LinkInfo, bias: LinkInfo | None) -> str | None:
+    return choice.reason if choice.path == "plain" else _why_not_bias(info, bias)
+
+
+def _backward_reason(choice: Choice, info: LinkInfo, bias: LinkInfo | None) -> str | None:
+    if choice.path == "plain":
+        return choice.reason
+    alone = bias is not None and not info.quantized
+    return "the gradient of a bias is a by-product of quantizing dy, which is not quantized" if alone else None
+
+
+def _gather_choice(window: Window) -> Choice:
+    return _choice(window.info(0), window.info(1), GATHERS, backward=False)
+
+
+def _gather_condition(window: Window) -> str | None:
+    return _forward_reason(_gather_choice(window), window.info(1), window.optional_info(2))
+
+
+def _gather_step(window: Window) -> _CollectiveStep:
+    return _step(GatherLinear, window, 0, 1, _gather_choice(window))
+
+
+ALL_GATHER_LINEAR = Rule(
+    name="all-gather+linear+bias",
+    pattern=(slot(AllGather), slot(BasicLinear), slot(Bias, optional=True)),
+    condition=_gather_condition,
+    step=_gather_step,
+)
+
+
+def _scatter_choice(window: Window) -> Choice:
+    return _choice(window.info(1), window.info(0), SCATTERS, backward=False)
+
+
+def _scatter_condition(window: Window) -> str | None:
+    return _forward_reason(_scatter_choice(window), window.info(0), window.optional_info(2))
+
+
+def _scatter_step(window: Window) -> _CollectiveStep:
+    return _step(LinearScatter, window, 1, 0, _scatter_choice(window))
+
+
+LINEAR_REDUCE_SCATTER = Rule(
+    name="linear+reduce-scatter+bias",
+    pattern=(slot(BasicLinear), slot(ReduceScatter), slot(Bias, optional=True)),
+    condition=_scatter_condition,
+    step=_scatter_step,
+)
+
+
+def _reduce_step(window: Window) -> _CollectiveStep:
+    return _step(LinearReduce, window, 1, 0, _scatter_choice(window))
+
+
+LINEAR_ALL_REDUCE = Rule(
+    name="linear+all-reduce+bias",
+    pattern=(slot(BasicLinear), slot(AllReduce), slot(Bias, optional=True)),
+    condition=_scatter_condition,
+    step=_reduce_step,
+)
+
+
+def _dgrad_scatter_choice(window: Window) -> Choice:
+    return _choice(window.info(0), window.info(1), SCATTERS, backward=True)
+
+
+def _dgrad_scatter_condition(window: Window) -> str | None:
+    return _backward_reason(_dgrad_scatter_choice(window), window.info(1), window.optional_info(2))
+
+
+def _dgrad_scatter_step(window: Window) -> _CollectiveStep:
+    return _step(DgradScatter, window, 0, 1, _dgrad_scatter_choice(window))
+
+
+DGRAD_REDUCE_SCATTER = Rule(
+    name="dgrad+reduce-scatter",
+    pattern=ALL_GATHER_LINEAR.pattern,
+    condition=_dgrad_scatter_condition,
+    step=_dgrad_scatter_step,
+)
+
+
+def _gather_dgrad_choice(window: Window) -> Choice:
+    return _choice(window.info(1), window.info(0), GATHERS, backward=True)
+
+
+def _gather_dgrad_condition(window: Window) -> str | None:
+    return _backward_reason(_gather_dgrad_choice(window), window.info(0), window.optional_info(2))
+
+
+def _gather_dgrad_step(window: Window) -> _CollectiveStep:
+    return _step(GatherDgrad, window, 1, 0, _gather_dgrad_choice(window))
+
+
+ALL_GATHER_DGRAD = Rule(
+    name="all-gather+dgrad",
+    pattern=LINEAR_REDUCE_SCATTER.pattern,
+    condition=_gather_dgrad_condition,
+    step=_gather_dgrad_step,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProducerThroughGather:
+    """The step: the producer writes the linear's FP8 input, of which the AllGather between them has a part."""
+
+    producer: int
+    output: int | None
+    consumer: int
+
+    @property
+    def links(self) -> tuple[int, ...]:
+        return (self.producer,) if self.output is None else (self.producer, self.output)
+
+    @property
+    def name(self) -> str:
+        return "quantizes for the linear behind the gather" + ("" if self.output is None else ", keeps the result")
+
+    def __call__(self, contexts: list[Any], x: Any) -> QTensor:
+        ctx, consumer = contexts[self.producer], contexts[self.consumer]
+        quantizing = linear.quantizing(consumer.info, "x") | {"data_t": False, "hp": self.output is not None}
+        quantizing["amax"] = consumer.train and consumer.info.quantizing_recipe.stateful
+        out = ctx.info.op.forward_quantized(ctx, x, linear.scale_of(consumer, "x"), quantizing)
+        if self.output is not None:
+            contexts[self.output].extra_outputs = (required(out.hp, "producer", "hp"),)
+        return linear.as_qtensor(consumer, "x", out, x.dtype)
+
+
+def _through_condition(window: Window) -> str | None:
+    return why_no_fp8_gemm(window.info(3)) or _why_apart(window.info(2), window.info(3))
+
+
+def _through_step(window: Window) -> ProducerThroughGather:
+    return ProducerThroughGather(window.link(0), window.picks[1], window.link(3))
+
+
+PRODUCER_THROUGH_GATHER = Rule(
+    name="producer+quantize through AllGather",
+    pattern=(
+        slot(*NORMS, *ACTIVATIONS),
+        slot(MakeExtraOutput, optional=True),
+        slot(AllGather, ahead=True),
+        slot(BasicLinear, ahead=True),
+    ),
+    condition=_through_condition,
+    step=_through_step,
+)
