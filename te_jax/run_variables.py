@@ -11,6 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import meta
 from jax import Array
 
 from te_jax.chain import RunPart
@@ -84,7 +85,18 @@ def _parameter(module: nn.Module, spec: ParamSpec, dtype: Any) -> Any:
         value = module.get_variable("params", spec.name)
         if inference.is_quantized(value):
             return dict(value)
-    return module.param(spec.name, spec.init, spec.shape, dtype)
+    if spec.kept is None:
+        return module.param(spec.name, spec.init, spec.shape, dtype)
+
+    def init(key: Array, shape: tuple[int, ...], dtype: Any) -> Any:
+        value = spec.init(key, spec.shape, dtype)
+        if isinstance(value, meta.AxisMetadata):  # nn.with_partitioning: its names are those of the shape that is kept
+            bare = value.value if hasattr(value, "value") else value.unbox()  # without a sharding constraint
+            return meta.replace_boxed(value, bare.reshape(shape))
+        return value.reshape(shape)
+
+    value: Any = module.param(spec.name, init, spec.kept, dtype)
+    return value.reshape(spec.shape)
 
 
 class _Scope(nn.Module):

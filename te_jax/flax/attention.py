@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from te_jax.flax.core_attention import core_attention, why_not_cudnn
 from te_jax.flax.dense import default_bias_init, default_kernel_init
 from te_jax.flax.layers import check_array, norm_op
 from te_jax.flax.rotary import apply_rotary, check_positions
+from te_jax.flax.tensor_parallel import TensorParallel
 from te_jax.fusion.plan import Plans
 from te_jax.recipe import Recipe
 from te_jax.sequential import Sequential
@@ -44,6 +45,12 @@ class MultiHeadAttention(nn.Module):
         CUDA; lowered for another platform the same program has the same maths from XLA. Attention that may be cuDNN's
         has first derivatives in reverse mode only. ``attention_plan`` says what runs.
       kernel_init, bias_init: initialisers of both linears.
+      tensor_axis: the mesh axis of tensor parallelism: ``qkv_linear`` is column-, ``attn_proj`` row-parallel, inside of
+        ``shard_map`` over it (docs/collective.md), and a device has G / t groups of heads. The kernel of ``qkv_linear``
+        is then kept as [C, G, H / G + 2, head_dim], its bias without C: of each group queries, key, value.
+      sequence_parallel: x and y are split along T over the axis; otherwise they are the same on all of its devices.
+        ``positions`` are those of all tokens.
+      overlap: as of ``te.ops.AllGather``.
       recipe, dtype, param_dtype: as in ``Dense``; attention itself runs in ``dtype``.
 
     Raises:
@@ -64,6 +71,9 @@ class MultiHeadAttention(nn.Module):
     attention_implementation: Literal["xla", "cudnn"] | None = None
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = default_bias_init
+    tensor_axis: str | None = None
+    sequence_parallel: bool = False
+    overlap: str = "auto"
     recipe: Recipe | None = None
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
@@ -72,12 +82,14 @@ class MultiHeadAttention(nn.Module):
     def __call__(self, x: Array, *, positions: Array | None = None, deterministic: bool = True) -> Array:
         """x [B, T, C] or [T, C], positions [B, T] or [T] (default 0..T-1) -> the shape of x, in ``dtype``."""
         heads, kv_heads, head_dim = self._head_shapes(x)
-        *lead, features = x.shape  # lead: [B, T] or [T]
+        features = x.shape[-1]
+        tensor = self._tensor()
+        own_heads, own_kv_heads = tensor.share("num_heads", heads), tensor.share("num_kv_heads", kv_heads)
 
-        qkv = self._chain(*self._qkv_ops((heads + 2 * kv_heads) * head_dim), name="qkv")(x)
+        qkv = self._chain(*self._qkv_ops(heads, kv_heads, head_dim), name="qkv")(x)
         qkv, *residual = qkv if self.residual else (qkv,)
-        qkv = qkv.reshape(*lead, heads + 2 * kv_heads, head_dim)
-        query, key, value = jnp.split(qkv, (heads, heads + kv_heads), axis=-2)  # [*lead, H | G | G, D]
+        lead = qkv.shape[:-1]  # all tokens, and this device's heads, from here to the projection
+        query, key, value = self._split_heads(qkv, own_heads, own_kv_heads, head_dim)  # [*lead, H | G | G, D]
         if positions is not None:
             positions = jnp.asarray(positions)
             check_positions("MultiHeadAttention", positions, tuple(lead[:-1]), lead[-1])
@@ -87,7 +99,7 @@ class MultiHeadAttention(nn.Module):
 
         implementation = self.attention_implementation
         context = core_attention(query, key, value, causal=self.causal, implementation=implementation)
-        context = context.reshape(*lead, heads * head_dim)
+        context = context.reshape(*lead, own_heads * head_dim)
 
         proj = self._chain(*self._proj_ops(features), name="proj")
         return proj(context, *residual, deterministic=deterministic)
@@ -95,8 +107,12 @@ class MultiHeadAttention(nn.Module):
     def plan(self, x: jax.ShapeDtypeStruct | Array, **options) -> Plans:
         """The plans, by name, of both chains for x [B, T, C] or [T, C]; options as those of ``Sequential.plan``."""
         heads, kv_heads, head_dim = self._head_shapes(x)
-        context = jax.ShapeDtypeStruct((*x.shape[:-1], heads * head_dim), self.dtype or x.dtype)
-        qkv = self._chain(*self._qkv_ops((heads + 2 * kv_heads) * head_dim), parent=None)
+        tensor = self._tensor()
+        *batch, tokens = x.shape[:-1]
+        tokens *= tensor.ranks if self.sequence_parallel else 1
+        features = tensor.share("num_heads", heads) * head_dim
+        context = jax.ShapeDtypeStruct((*batch, tokens, features), self.dtype or x.dtype)
+        qkv = self._chain(*self._qkv_ops(heads, kv_heads, head_dim), parent=None)
         proj = self._chain(*self._proj_ops(x.shape[-1]), parent=None)
         return Plans(
             qkv=qkv.plan(x, **options),
@@ -115,22 +131,40 @@ class MultiHeadAttention(nn.Module):
         return f"attention: XLA: {reason}" if reason else "attention: cuDNN flash attention"
 
     @nn.nowrap
-    def _qkv_ops(self, features: int):
+    def _tensor(self) -> TensorParallel:
+        return TensorParallel("MultiHeadAttention", self.tensor_axis, self.sequence_parallel, self.overlap)
+
+    @nn.nowrap
+    def _split_heads(self, qkv: Array, heads: int, kv_heads: int, head_dim: int) -> tuple[Array, Array, Array]:
+        """Queries [*lead, H, D], keys and values [*lead, G, D]."""
+        lead = qkv.shape[:-1]
+        if self.tensor_axis is None:
+            qkv = qkv.reshape(*lead, heads + 2 * kv_heads, head_dim)
+            query, key, value = jnp.split(qkv, (heads, heads + kv_heads), axis=-2)
+            return query, key, value
+        qkv = qkv.reshape(*lead, kv_heads, heads // kv_heads + 2, head_dim)
+        return qkv[..., :-2, :].reshape(*lead, heads, head_dim), qkv[..., -2, :], qkv[..., -1, :]
+
+    @nn.nowrap
+    def _qkv_ops(self, heads: int, kv_heads: int, head_dim: int):
         norm = (norm_op(self.norm, self.epsilon, name="attn_norm", caller="MultiHeadAttention"),) if self.norm else ()
         residual = (ops.MakeExtraOutput(),) if self.residual else ()
-        return *residual, *norm, self._linear(features, "qkv_linear")
+        tensor, parts = self._tensor(), (kv_heads, heads // kv_heads + 2, head_dim)
+        features = (heads + 2 * kv_heads) * head_dim
+        linear = tensor.linear(features, "column", parts=parts, name="qkv_linear", **self._linear_options())
+        return *residual, *norm, *tensor.before(), linear
 
     @nn.nowrap
     def _proj_ops(self, features: int):
         dropout = (ops.Dropout(self.dropout_rate),) if self.dropout_rate else ()
         residual = (ops.AddExtraInput(),) if self.residual else ()
-        return self._linear(features, "attn_proj"), *dropout, *residual
+        tensor = self._tensor()
+        linear = tensor.linear(features, "row", name="attn_proj", **self._linear_options())
+        return linear, *tensor.behind(), *dropout, *residual
 
     @nn.nowrap
-    def _linear(self, features: int, name: str):
-        return ops.Linear(
-            features, use_bias=self.use_bias, kernel_init=self.kernel_init, bias_init=self.bias_init, name=name
-        )
+    def _linear_options(self) -> dict[str, Any]:
+        return {"use_bias": self.use_bias, "kernel_init": self.kernel_init, "bias_init": self.bias_init}
 
     @nn.nowrap
     def _chain(self, *chain, **kwargs) -> Sequential:

@@ -13,9 +13,9 @@ from flax.core import meta
 from flax.typing import Dtype, Initializer
 from jax import Array
 
-from te_jax import ops
 from te_jax.errors import check_value
 from te_jax.flax.layers import check_array, norm_op
+from te_jax.flax.tensor_parallel import Parallel, TensorParallel
 from te_jax.fusion import probe
 from te_jax.fusion.inference import is_quantized
 from te_jax.fusion.plan import FusionPlan
@@ -43,23 +43,37 @@ class Dense(ChainModule, kw_only=False):
       recipe: FP8 recipe; None leaves the linear unquantized.
       dtype: dtype of the computation and of y; None: promoted from x and the parameters.
       param_dtype: dtype of the parameters.
+      parallel: "column" (output features) or "row" (input features): which are split over ``tensor_axis``.
+      tensor_axis: the mesh axis of tensor parallelism, inside of ``shard_map`` over it (docs/collective.md).
+      sequence_parallel: x of a column-parallel, y of a row-parallel linear is split along its last but one dimension;
+        otherwise it is the same on all devices of the axis.
+      overlap: as of ``te.ops.AllGather``.
     """
 
     features: int
     use_bias: bool = True
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = default_bias_init
+    parallel: Parallel | None = None
+    tensor_axis: str | None = None
+    sequence_parallel: bool = False
+    overlap: str = "auto"
 
     def chain(self):
-        return (
-            ops.Linear(
-                self.features,
-                use_bias=self.use_bias,
-                kernel_init=self.kernel_init,
-                bias_init=self.bias_init,
-                name="",
-            ),
+        tensor = TensorParallel("Dense", self.tensor_axis, self.sequence_parallel, self.overlap)
+        ok = self.parallel in ("column", "row") if self.tensor_axis is not None else self.parallel is None
+        expected = "'column' or 'row' with a tensor_axis, None without"
+        check_value(ok, "Dense", "parallel", expected, repr(self.parallel))
+        linear = tensor.linear(
+            self.features,
+            self.parallel or "column",
+            use_bias=self.use_bias,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            name="",
         )
+        column = self.parallel == "column"
+        return (*(tensor.before() if column else ()), linear, *(() if column else tensor.behind()))
 
 
 class LayerNormDense(ChainModule, kw_only=False):
@@ -74,6 +88,7 @@ class LayerNormDense(ChainModule, kw_only=False):
       norm: "rmsnorm" or "layernorm".
       epsilon: added to the mean square (variance) before the root.
       kernel_init, bias_init: initialisers of the linear.
+      tensor_axis, sequence_parallel, overlap: as in ``Dense``: the linear is column-parallel.
       recipe, dtype, param_dtype: as in ``Dense``.
 
     Raises:
@@ -86,12 +101,18 @@ class LayerNormDense(ChainModule, kw_only=False):
     epsilon: float = 1e-6
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = default_bias_init
+    tensor_axis: str | None = None
+    sequence_parallel: bool = False
+    overlap: str = "auto"
 
     def chain(self):
+        tensor = TensorParallel("LayerNormDense", self.tensor_axis, self.sequence_parallel, self.overlap)
         return (
             norm_op(self.norm, self.epsilon, name="norm", caller="LayerNormDense"),
-            ops.Linear(
+            *tensor.before(),
+            tensor.linear(
                 self.features,
+                "column",
                 use_bias=self.use_bias,
                 kernel_init=self.kernel_init,
                 bias_init=self.bias_init,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from flax import linen as nn
 from flax.typing import Initializer
@@ -11,6 +13,7 @@ from te_jax import ops
 from te_jax.errors import check_value
 from te_jax.flax.dense import default_bias_init, default_kernel_init
 from te_jax.flax.layers import activation_op, check_array, is_gated, norm_op
+from te_jax.flax.tensor_parallel import TensorParallel
 from te_jax.fusion.plan import FusionPlan
 from te_jax.sequential import ChainModule
 
@@ -33,6 +36,12 @@ class LayerNormMLP(ChainModule, kw_only=False):
       dropout_rate: of dropout on fc2's output; only with ``deterministic=False``, from the "dropout" stream.
       residual: whether x is added to the output.
       kernel_init, bias_init: initialisers of fc1 and fc2.
+      tensor_axis: the mesh axis of tensor parallelism: fc1 is column-, fc2 row-parallel, inside of ``shard_map`` over
+        it (docs/collective.md). fc1's kernel of a gated activation is then kept as [K, 2, hidden_features], its bias as
+        [2, hidden_features]: the same numbers, of which a device has a part of both halves.
+      sequence_parallel: x and y are split along their last but one dimension over the axis; otherwise they are the same
+        on all of its devices.
+      overlap: as of ``te.ops.AllGather``.
       recipe, dtype, param_dtype: as in ``Dense``.
 
     Raises:
@@ -49,16 +58,24 @@ class LayerNormMLP(ChainModule, kw_only=False):
     residual: bool = False
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = default_bias_init
+    tensor_axis: str | None = None
+    sequence_parallel: bool = False
+    overlap: str = "auto"
 
     def chain(self):
         activation = activation_op(self.activation, name="act", caller="LayerNormMLP")
-        fc1_features = self.hidden_features * (2 if is_gated(self.activation) else 1)
+        tensor = TensorParallel("LayerNormMLP", self.tensor_axis, self.sequence_parallel, self.overlap)
+        tensor.share("hidden_features", self.hidden_features)
+        gated = is_gated(self.activation)
+        fc1_features, parts = self.hidden_features * (2 if gated else 1), (2, self.hidden_features) if gated else None
         return (
             *((ops.StartResidual(),) if self.residual else ()),
             norm_op(self.norm, self.epsilon, name="mlp_norm", caller="LayerNormMLP"),
-            self._linear(fc1_features, "fc1"),
+            *tensor.before(),
+            tensor.linear(fc1_features, "column", parts=parts, split=int(gated), name="fc1", **self._linear_options()),
             activation,
-            self._linear(self.features, "fc2"),
+            tensor.linear(self.features, "row", name="fc2", **self._linear_options()),
+            *tensor.behind(),
             *((ops.Dropout(self.dropout_rate),) if self.dropout_rate else ()),
             *((ops.AddResidual(),) if self.residual else ()),
         )
@@ -81,7 +98,5 @@ class LayerNormMLP(ChainModule, kw_only=False):
         return super().plan(x, **options)
 
     @nn.nowrap
-    def _linear(self, features: int, name: str):
-        return ops.Linear(
-            features, use_bias=self.use_bias, kernel_init=self.kernel_init, bias_init=self.bias_init, name=name
-        )
+    def _linear_options(self) -> dict[str, Any]:
+        return {"use_bias": self.use_bias, "kernel_init": self.kernel_init, "bias_init": self.bias_init}

@@ -43,6 +43,8 @@ class TransformerLayer(nn.Module):
       dropout_rate: of dropout before each residual add; only with ``deterministic=False``, from the "dropout" stream.
       attention_implementation: as in ``MultiHeadAttention``.
       kernel_init, bias_init: initialisers of all linears.
+      tensor_axis, sequence_parallel, overlap: as in ``MultiHeadAttention`` and ``LayerNormMLP``; with sequence
+        parallelism the layer's x and y are split along T.
       recipe, dtype, param_dtype: as in ``Dense``.
 
     Raises:
@@ -64,6 +66,9 @@ class TransformerLayer(nn.Module):
     attention_implementation: Literal["xla", "cudnn"] | None = None
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = default_bias_init
+    tensor_axis: str | None = None
+    sequence_parallel: bool = False
+    overlap: str = "auto"
     recipe: Recipe | None = None
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
@@ -116,6 +121,9 @@ class TransformerLayer(nn.Module):
             "residual": True,
             "kernel_init": self.kernel_init,
             "bias_init": self.bias_init,
+            "tensor_axis": self.tensor_axis,
+            "sequence_parallel": self.sequence_parallel,
+            "overlap": self.overlap,
             "recipe": self.recipe,
             "dtype": self.dtype,
             "param_dtype": self.param_dtype,

@@ -51,11 +51,15 @@ def tokens(x: TensorType | Array) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """A parameter an op wants: ``shape``, ``init(key, shape, dtype)``; its dtype is the chain's ``param_dtype``."""
+    """A parameter an op wants: ``shape``, ``init(key, shape, dtype)``; its dtype is the chain's ``param_dtype``.
+
+    ``kept``: the shape in which it is kept, of as many elements in the same order; None: ``shape``.
+    """
 
     name: str
     shape: tuple[int, ...]
     init: Initializer
+    kept: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

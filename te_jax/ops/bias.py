@@ -12,12 +12,13 @@ from te_jax.ops.base import BackwardContext, ForwardContext, Initializer, Op, Pa
 
 @dataclasses.dataclass(frozen=True)
 class Bias(Op):
-    """Adds a bias over the last dimension. Parameter ``bias`` [C]."""
+    """Adds a bias over the last dimension. Parameter ``bias`` [C], kept as ``kept_features`` if these are given."""
 
     init: Initializer = initializers.zeros
+    kept_features: tuple[int, ...] | None = None
 
     def params(self, x: TensorType) -> tuple[ParamSpec, ...]:
-        return (ParamSpec("bias", (x.shape[-1],), self.init),)
+        return (ParamSpec("bias", (x.shape[-1],), self.init, self.kept_features),)
 
     def forward(self, ctx: ForwardContext, x: Array) -> Array:
         return x + ctx.params["bias"].astype(x.dtype)

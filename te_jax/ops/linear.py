@@ -15,6 +15,7 @@ Between forward and backward it saves Q(x)^T and Q(w) (FP8), or x alone where it
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -52,11 +53,14 @@ class BasicLinear(Op):
     """y = x w. Parameter ``kernel`` [K, features].
 
     ``out_sharding``: a PartitionSpec for the result, on an Auto or Explicit mesh; default: what x and kernel imply.
+    ``kept_features``: sizes of which ``features`` is the product: kernel (and bias) are kept as [K, *kept_features], so
+    that each part of a fused projection can be split over devices.
     """
 
     features: int
     init: Initializer = dataclasses.field(default=initializers.lecun_normal(), kw_only=True)
     out_sharding: PartitionSpec | None = dataclasses.field(default=None, kw_only=True)
+    kept_features: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
 
     roles: ClassVar[tuple[str, ...]] = ("x", "kernel", "dy")
     has_main_grad: ClassVar[bool] = True
@@ -66,7 +70,8 @@ class BasicLinear(Op):
 
     def params(self, x: TensorType) -> tuple[ParamSpec, ...]:
         check_value(x.shape[-1] > 0, "Linear", "x", "at least one feature", f"shape {x.shape}")
-        return (ParamSpec("kernel", (x.shape[-1], self.features), self.init),)
+        kept = None if self.kept_features is None else (x.shape[-1], *self.kept_features)
+        return (ParamSpec("kernel", (x.shape[-1], self.features), self.init, kept),)
 
     def out_type(self, x: TensorType) -> TensorType:
         return TensorType((*x.shape[:-1], self.features), x.dtype)
@@ -99,13 +104,20 @@ class Linear(Op):
     kernel_init: Initializer = dataclasses.field(default=initializers.lecun_normal(), kw_only=True)
     bias_init: Initializer = dataclasses.field(default=initializers.zeros, kw_only=True)
     out_sharding: PartitionSpec | None = dataclasses.field(default=None, kw_only=True)
+    kept_features: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_linear("Linear", self.features, self.kernel_init, self.bias_init)
+        kept = self.kept_features
+        expected = f"sizes whose product is {self.features}"
+        check_value(kept is None or math.prod(kept) == self.features, "Linear", "kept_features", expected, kept)
 
     def expand(self) -> tuple[Op, ...]:
-        linear = BasicLinear(self.features, init=self.kernel_init, out_sharding=self.out_sharding, name=self.name)
-        return (linear, Bias(self.bias_init, name=self.name)) if self.use_bias else (linear,)
+        kept = self.kept_features
+        linear = BasicLinear(
+            self.features, init=self.kernel_init, out_sharding=self.out_sharding, kept_features=kept, name=self.name
+        )
+        return (linear, Bias(self.bias_init, kept, name=self.name)) if self.use_bias else (linear,)
 
 
 def _check_linear(name: str, features: Any, *inits: Any) -> None:

@@ -1,0 +1,187 @@
+"""Modules whose linears are split over devices, against the same on one device: values, gradients, FP8 state."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import te_jax as te
+
+P = PartitionSpec
+DATA, RANKS = 2, 4
+X = (4, 32, 64)
+
+
+def make_mesh():
+    return jax.make_mesh((DATA, RANKS), ("data", "tp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def gradients(module, axes=()):
+    """A function of variables, x and weights that gives (y, gradients of the sum of y * weights)."""
+
+    def function(variables, x, weights):
+        def loss(variables, x):
+            y = module.apply(variables, x)
+            total = jnp.sum(y * weights)
+            return (jax.lax.psum(total, axes) if axes else total), y
+
+        (_, y), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(variables, x)
+        return y, grads
+
+    return function
+
+
+def assert_as_on_one_device(module, *, y_spec, x_spec, tolerance=2e-6):
+    """The parameters' specs, by path."""
+    x, weights = (jax.random.normal(jax.random.key(i), X) for i in range(2))
+    boxed = jax.jit(module.init)(jax.random.key(2), x)
+    specs, variables = nn.get_partition_spec(boxed), nn.unbox(boxed)
+    weights = jax.random.normal(jax.random.key(1), jax.eval_shape(module.apply, variables, x).shape)
+    axes = tuple(name for entry in y_spec if entry for name in (entry if isinstance(entry, tuple) else (entry,)))
+    split = jax.shard_map(
+        gradients(module, axes),
+        mesh=make_mesh(),
+        in_specs=(specs, x_spec, y_spec),
+        out_specs=(y_spec, (specs, x_spec)),
+    )
+    got, want = jax.jit(split)(variables, x, weights), jax.jit(gradients(module))(variables, x, weights)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error <= tolerance, (jax.tree_util.keystr(path), error)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (leaf.shape, spec)
+        for (path, leaf), spec in zip(
+            jax.tree_util.tree_leaves_with_path(variables["params"]),
+            jax.tree.leaves(specs["params"], is_leaf=lambda s: isinstance(s, P)),
+            strict=True,
+        )
+    }
+
+
+def test_transformer_layer():
+    """Sequence parallelism, grouped queries, a gated activation, FP8 state; every product overlapped."""
+    module = te.flax.TransformerLayer(
+        8,
+        128,
+        num_kv_heads=4,
+        use_bias=True,
+        bias_init=nn.initializers.normal(1.0),
+        recipe=te.DelayedScaling(amax_history_len=2),
+        tensor_axis="tp",
+        sequence_parallel=True,
+        overlap="overlapped",
+    )
+    split = P("data", "tp")
+    assert assert_as_on_one_device(module, x_spec=split, y_spec=split) == {
+        "attn/proj/attn_proj/bias": ((64,), P(None)),
+        "attn/proj/attn_proj/kernel": ((64, 64), P("tp", None)),
+        "attn/qkv/attn_norm/scale": ((64,), P()),
+        "attn/qkv/qkv_linear/bias": ((4, 4, 8), P("tp", None, None)),
+        "attn/qkv/qkv_linear/kernel": ((64, 4, 4, 8), P(None, "tp", None, None)),
+        "mlp/fc1/bias": ((2, 128), P(None, "tp")),
+        "mlp/fc1/kernel": ((64, 2, 128), P(None, None, "tp")),
+        "mlp/fc2/bias": ((64,), P(None)),
+        "mlp/fc2/kernel": ((128, 64), P("tp", None)),
+        "mlp/mlp_norm/scale": ((64,), P()),
+    }
+
+
+def test_mlp_with_x_on_all_devices():
+    """Without sequence parallelism: an all-reduce behind fc2, and one of dx."""
+    module = te.flax.LayerNormMLP(
+        64, 128, "gelu", use_bias=True, residual=True, norm="layernorm", tensor_axis="tp", overlap="ring"
+    )
+    specs = assert_as_on_one_device(module, x_spec=P("data"), y_spec=P("data"))
+    assert specs["fc1/kernel"] == ((64, 128), P(None, "tp"))
+    assert specs["fc1/bias"] == ((128,), P("tp"))
+
+
+@pytest.mark.parametrize(
+    ("make", "x_spec", "y_spec"),
+    [
+        (lambda **k: te.flax.Dense(48, parallel="column", **k), P("data", "tp"), P("data", None, "tp")),
+        (lambda **k: te.flax.Dense(48, parallel="row", **k), P("data", None, "tp"), P("data", "tp")),
+        (lambda **k: te.flax.LayerNormDense(64, **k), P("data", "tp"), P("data", None, "tp")),
+    ],
+    ids=["column", "row", "norm"],
+)
+def test_dense(make, x_spec, y_spec):
+    module = make(tensor_axis="tp", sequence_parallel=True, bias_init=nn.initializers.normal(1.0))
+    assert_as_on_one_device(module, x_spec=x_spec, y_spec=y_spec)
+
+
+def test_the_plan_of_a_layer():
+    layer = te.flax.TransformerLayer(
+        32, 16384, head_dim=128, recipe=te.CurrentScaling(), tensor_axis="tp", sequence_parallel=True
+    )
+    plans = []
+
+    def shard(x):
+        plans.append(layer.plan(x))
+        return x
+
+    x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+    program = jax.shard_map(shard, mesh=make_mesh(), in_specs=P("tp"), out_specs=P("tp"))
+    jax.jit(program).trace(x)
+    text = str(plans[0])
+    for step in ("all-gather+linear", "linear+reduce-scatter", "dgrad+reduce-scatter, wgrad", "all-gather+dgrad"):
+        assert text.count(f": {step}") == 2, (step, text)
+    assert text.count("overlapped: copy, ") == 8
+    assert text.count(": quantizes for the linear behind the gather, writes FP8 [te_jax_norm]") == 2
+
+
+def test_a_wrapped_initialiser_keeps_its_names():
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+    module = te.flax.Dense(32, parallel="column", tensor_axis="tp", kernel_init=init)
+    specs = nn.get_partition_spec(jax.eval_shape(module.init, jax.random.key(0), jnp.ones((16, 32))))
+    assert specs["params"] == {"kernel": P("embed", "mlp"), "bias": P("tp")}
+
+
+def in_shard_map(module, x=(16, 64)):
+    def shard(x):
+        return module.init_with_output(jax.random.key(0), x)[0]
+
+    return jax.eval_shape(jax.shard_map(shard, mesh=make_mesh(), in_specs=P("tp"), out_specs=P("tp")), jnp.ones(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: te.flax.Dense(8, tensor_axis="tp").init(jax.random.key(0), jnp.ones((4, 4))),
+            ValueError,
+            r"Dense: parallel: expected 'column' or 'row' with a tensor_axis, None without, got None",
+        ),
+        (
+            lambda: te.flax.Dense(8, sequence_parallel=True).init(jax.random.key(0), jnp.ones((4, 4))),
+            ValueError,
+            "Dense: sequence_parallel: expected False without a tensor_axis, got True",
+        ),
+        (
+            lambda: te.flax.LayerNormMLP(4, 8, tensor_axis=1).init(jax.random.key(0), jnp.ones((4, 4))),
+            TypeError,
+            "LayerNormMLP: tensor_axis: expected None or the name of a mesh axis, got 1",
+        ),
+        (
+            lambda: in_shard_map(te.flax.Dense(30, parallel="column", tensor_axis="tp")),
+            ValueError,
+            "Dense: features: expected a multiple of 4, the size of mesh axis 'tp', got 30",
+        ),
+        (
+            lambda: in_shard_map(te.flax.LayerNormMLP(64, 30, tensor_axis="tp")),
+            ValueError,
+            "LayerNormMLP: hidden_features: expected a multiple of 4, the size of mesh axis 'tp', got 30",
+        ),
+        (
+            lambda: in_shard_map(te.flax.MultiHeadAttention(4, 2, tensor_axis="tp")),
+            ValueError,
+            "MultiHeadAttention: num_kv_heads: expected a multiple of 4, the size of mesh axis 'tp', got 2",
+        ),
+    ],
+)
+def test_errors(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
