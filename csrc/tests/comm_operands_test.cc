@@ -17,11 +17,11 @@ constexpr int kRanks = 3;
 class Addresses : public Arena {
  public:
   Addresses(int rank, size_t slot_bytes) : rank_(rank), layout_(kRanks, slot_bytes), bytes_(kRanks * layout_.Bytes()) {}
-  char* Slot(int owner, int source, int parity) override { return At(owner) + layout_.Slot(source, parity); }
+  char* Slot(int owner, int source, int parity) override { return At(owner) + layout_.Slot(owner, source, parity); }
   float* SlotScale(int owner, int source, int parity) override {
-    return reinterpret_cast<float*>(At(owner) + layout_.SlotScale(source, parity));
+    return reinterpret_cast<float*>(At(owner) + layout_.SlotScale(owner, source, parity));
   }
-  char* Staging(int owner) override { return At(rank_) + layout_.Staging(owner); }
+  char* Staging(int owner) override { return At(rank_) + layout_.Staging(rank_, owner); }
   char* Partial() override { return At(rank_) + layout_.Partial(); }
 
  private:
@@ -155,12 +155,36 @@ TEST(FP8ResultsTravelInBFloat16AndAreScaledOnce) {
   }
 }
 
-// te_jax/primitives/collective_gemm.py has the same formula.
+// Everything in an arena has a place of its own.
+TEST(PlacesInAnArena) {
+  constexpr size_t kBytes = 1000, kRounded = 1024;
+  for (const int ranks : {2, 3, 16}) {
+    const ArenaLayout layout(ranks, kBytes);
+    for (int rank = 0; rank < ranks; ++rank) {
+      std::map<size_t, size_t> places = {{layout.Scratch(), ArenaLayout::kHead}, {layout.Partial(), 2 * kRounded}};
+      for (int other = 0; other < ranks; ++other) {
+        for (int chunk = 0; chunk < kMaxChunks; ++chunk) places[layout.Flag(other, chunk)] = ArenaLayout::kFlagStride;
+        if (other == rank) continue;
+        places[layout.Staging(rank, other)] = kRounded;
+        for (const int parity : {0, 1}) {
+          places[layout.SlotScale(rank, other, parity)] = ArenaLayout::kHead;
+          places[layout.Slot(rank, other, parity)] = kRounded;
+        }
+      }
+      EXPECT_EQ(places.size(), static_cast<size_t>(ranks * kMaxChunks + 2 + (ranks - 1) * 5));
+      size_t end = 0;
+      for (const auto& [begin, bytes] : places) {
+        EXPECT(begin >= end);
+        end = begin + bytes;
+      }
+      EXPECT(end <= layout.Bytes());
+    }
+  }
+}
+
+// te_jax/primitives/collective_schedule.py has the same formula.
 TEST(BytesOfAnArena) {
-  const ArenaLayout layout(2, (size_t{1} << 20) - 10);
-  EXPECT_EQ(layout.Bytes() % (size_t{2} << 20), size_t{0});
-  EXPECT(layout.Partial() + 2 * (size_t{1} << 20) <= layout.Bytes());
-  EXPECT_EQ(ArenaLayout(2, size_t{1} << 26).Bytes(), (size_t{8} << 26) + (size_t{2} << 20));
+  EXPECT_EQ(ArenaLayout(2, size_t{1} << 26).Bytes(), (size_t{5} << 26) + (size_t{2} << 20));
 }
 
 }  // namespace

@@ -78,10 +78,10 @@ def slot_bytes(spec: CollectiveGemmSpec, lhs, rhs) -> int:
 def arena_bytes(ranks: int, slot: int) -> int:
     """Bytes of device memory, outside of jax's, that a group of ``ranks`` keeps on each device for slots of that size.
 
-    ``ArenaLayout`` in csrc/comm: flags and scratch; two slots for each rank, each after 256 bytes; a block on its way
-    to each; the own partial product in float32; rounded up to 2 MiB. Calls of a group share it, so ``slot`` is the
-    largest of their ``slot_bytes``. The GEMMs' workspace comes on top (32 MiB).
+    ``ArenaLayout`` in csrc/comm: flags and scratch; for every other rank two slots, each after 256 bytes, and a block
+    on its way to it; the own partial product in float32; rounded up to 2 MiB. Calls of a group share it, so ``slot`` is
+    the largest of their ``slot_bytes``. The GEMMs' workspace comes on top (32 MiB).
     """
     slot = -(-slot // 256) * 256
-    used = ranks * MAX_CHUNKS * 128 + 256 + 2 * ranks * (256 + slot) + ranks * slot + 2 * slot
+    used = ranks * MAX_CHUNKS * 128 + 256 + (ranks - 1) * (2 * (256 + slot) + slot) + 2 * slot
     return -(-used // _ARENA_GRANULARITY) * _ARENA_GRANULARITY

@@ -426,5 +426,5 @@ def test_bytes_of_the_arena():
     lhs, rhs = (jax.ShapeDtypeStruct((8192, 4096), jnp.float8_e4m3fn) for _ in range(2))
     assert slot_bytes(spec, lhs, rhs) == 4096 * 8192 * 2
     assert slot_bytes(dataclasses.replace(spec, kind=GATHER), lhs, rhs) == 8192 * 4096
-    # flags and scratch, four slots with their heads, staging of two blocks, a block in float32: a bit above 8 slots
-    assert arena_bytes(2, 1 << 26) == (8 << 26) + (2 << 20)
+    # flags and scratch, two slots with their heads, staging of a block, a block in float32: a bit above 5 slots
+    assert arena_bytes(2, 1 << 26) == (5 << 26) + (2 << 20)

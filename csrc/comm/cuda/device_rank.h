@@ -52,11 +52,11 @@ class DeviceRank : public Arena {
   size_t arena_bytes() const { return own() == nullptr ? 0 : layout().Bytes(); }
   void* arena() const { return own(); }
 
-  char* Slot(int owner, int source, int parity) override { return At(owner, layout().Slot(source, parity)); }
+  char* Slot(int owner, int source, int parity) override { return At(owner, layout().Slot(owner, source, parity)); }
   float* SlotScale(int owner, int source, int parity) override {
-    return reinterpret_cast<float*>(At(owner, layout().SlotScale(source, parity)));
+    return reinterpret_cast<float*>(At(owner, layout().SlotScale(owner, source, parity)));
   }
-  char* Staging(int owner) override { return At(rank_, layout().Staging(owner)); }
+  char* Staging(int owner) override { return At(rank_, layout().Staging(rank_, owner)); }
   char* Partial() override { return At(rank_, layout().Partial()); }
   uint32_t* Flag(int owner, int source, int chunk) const {
     return reinterpret_cast<uint32_t*>(At(owner, layout().Flag(source, chunk)));
