@@ -292,6 +292,7 @@ _COLLECTIVE_GEMM = CustomCall(
         local=_local,
         plain=_plain,
         why_not_on=_why_not_on,
+        all_manual=True,
         varying=_varying,
         lowered=_lowered,
     )

@@ -73,9 +73,7 @@ class CustomCall:
     def run(self, spec: Spec, amax_axes: tuple[str, ...], custom_call: bool, *operands: jax.Array) -> tuple:
         """Runs in the regime of the operands' mesh."""
         regime = mesh_lib.regime(*operands)
-        if regime.manual:
-            # custom_partitioning isn't told the names of Auto axes here; a reference is partitioned by XLA as it is.
-            custom_call = custom_call and not regime.auto
+        custom_call = custom_call and not self.definition.left_to_jax(regime)
         if regime.explicit and regime.auto and not regime.manual:
             return self._all_auto(spec, custom_call, regime, *operands)
         if regime.explicit:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from te_jax.compat import varying_axes
+from te_jax.parallel.mesh import Regime
 from te_jax.parallel.sharding import ShardingRule
 from te_jax.primitives.batching import loop_over_examples
 from te_jax.primitives.spec import Spec
@@ -37,6 +38,7 @@ class Definition:
       plain: (spec, *arrays) -> tuple of results, of other primitives: what runs instead of the handler where custom
         calls are wanted and there is none for it. None: the reference.
       why_not_on: (platform, spec, *avals) -> why the handler isn't used on that platform alone, or None if it is.
+      all_manual: whether the handler runs only where every mesh axis is Manual: it has to know which device it is on.
       varying: (spec, *operands) -> the manual axes that results vary over; None: all that any operand does.
       lowered: (spec, *avals) -> the spec that the handler is given, with what is chosen from shapes filled in.
     """
@@ -57,8 +59,16 @@ class Definition:
     library_call: Callable[..., tuple] | None = None
     plain: Callable[..., tuple] | None = None
     why_not_on: Callable[..., str | None] = lambda platform, spec, *avals: None
+    all_manual: bool = False
     varying: Callable[..., frozenset[str]] = lambda spec, *operands: frozenset().union(*map(varying_axes, operands))
     lowered: Callable[..., Spec] = lambda spec, *avals: spec
+
+    def left_to_jax(self, regime: Regime) -> tuple[str, ...]:
+        """The axes of that mesh because of which no handler runs inside its ``shard_map``: the reference does."""
+        if not regime.manual:
+            return ()
+        # custom_partitioning isn't told the names of Auto axes here; a reference is partitioned by XLA as it is.
+        return regime.auto + (regime.explicit if self.all_manual else ())
 
     @property
     def target(self) -> str:

@@ -21,8 +21,9 @@ def why_not(spec: Spec, *operands, platform: str | None = None) -> str | None:
     if not config.custom_calls_enabled():
         return "custom calls are disabled (TE_JAX_DISABLE_CUSTOM_CALLS)"
     regime = mesh.regime()
-    if regime.manual and regime.auto:
-        return f"mesh axes {regime.auto} are Auto inside a shard_map over {regime.manual}"
+    if axes := operation.left_to_jax(regime):
+        kind = "Auto" if axes == regime.auto else "not Manual"
+        return f"mesh axes {axes} are {kind} inside a shard_map over {regime.manual}"
     if platform is None:
         return operation.why_not(spec, *operands)
     return custom_call.why_not(operation, platform, spec, *operands)

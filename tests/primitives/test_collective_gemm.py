@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from te_jax import config
@@ -39,11 +39,11 @@ def random(shape, dtype, seed):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def problem(kind, ranks, fp8, *, lead=(), dtype=jnp.float32):
+def problem(kind, ranks, fp8, *, lead=(), dtype=jnp.float32, rows=M):
     """Whole operands, and the specs that split them. Scales and the bias's values all differ."""
     dtype = jnp.float8_e4m3fn if fp8 else dtype
     gathers = kind == GATHER
-    operands = {"lhs": random((*lead, M, K), dtype, 1), "rhs": random((N, K), dtype, 2)}
+    operands = {"lhs": random((*lead, rows, K), dtype, 1), "rhs": random((N, K), dtype, 2)}
     row = (None,) * len(lead)
     specs = {
         "lhs": P(*row, "tp") if gathers else P(*row, None, "tp"),
@@ -64,7 +64,7 @@ def oracle_of(kind, ranks, operands):
     if "lhs_scale_inv" in operands:
         scales = [oracle.f64(operands[name]) for name in ("lhs_scale_inv", "rhs_scale_inv")]
         if kind == GATHER:
-            lhs = lhs * np.repeat(scales[0], M // ranks)[:, None]
+            lhs = lhs * np.repeat(scales[0], lhs.shape[-2] // ranks)[:, None]
             rhs = rhs * np.repeat(scales[1], N // ranks)[:, None]
         else:
             lhs = lhs * np.repeat(scales[0] * scales[1], K // ranks)
@@ -117,8 +117,9 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "float32"])
+@pytest.mark.parametrize(
+    ("ranks", "fp8"), [(2, True), (4, True), (8, True), (8, False)], ids=["2-fp8", "4-fp8", "8-fp8", "8-float32"]
+)
 @KINDS
 def test_values(kind, ranks, fp8):
     """Every schedule, with results as a rank's bias and scales are its own."""
@@ -138,6 +139,22 @@ def test_values(kind, ranks, fp8):
     with config.custom_calls(False):
         plain = build(kind, mesh, operands, specs, out_dtype=out_dtype)(*operands.values())["out"]
     assert_within(plain, expected, bound, "plain pair")
+
+
+@KINDS
+def test_pieces_of_different_heights_across_a_batch(kind):
+    """Blocks of 2 x 320 rows in pieces of 256, 256 and 128: one of them has rows of both examples."""
+    operands, specs = problem(kind, 4, True, lead=(2,), rows=1280)
+    expected, magnitude = oracle_of(kind, 4, operands)
+    bound = error_bound(kind, 4, expected, magnitude, "bfloat16")
+    gathers = kind == GATHER
+    results = ("out", "gathered") if gathers else ("out",)
+    fields = {"chunks": 3, "keep_gathered": gathers, "results": results}
+    found = build(kind, mesh_of(4), operands, specs, **fields)(*operands.values())
+    assert_within(found["out"], expected, bound)
+    if gathers:
+        for kept in found["gathered"]:
+            np.testing.assert_array_equal(oracle.f64(kept), oracle.f64(operands["lhs"]))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -210,6 +227,32 @@ def test_groups_of_a_larger_mesh(kind):
     assert_within(found[0], expected, bound)
     expected, magnitude = oracle_of(kind, 4, {**operands, "lhs": both["lhs"][1]})
     assert_within(found[1], expected, error_bound(kind, 4, expected, magnitude, "bfloat16"))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_beside_an_axis_that_is_not_manual_the_plain_pair_runs(axis_type):
+    """A device can't tell there which group it belongs to."""
+    operands, specs = problem(SCATTER, 4, False)
+    mesh = mesh_of(4, data=2, axis_types=axis_type)
+    reasons = []
+
+    def local(lhs, rhs, bias):
+        spec = CollectiveGemmSpec(
+            kind=SCATTER, axis_name="tp", ranks=4, fp8=False, out_dtype="float32", bias=True, chunks=1
+        )
+        reasons.append(support.why_not(spec, lhs, rhs, bias, jnp.zeros(2, jnp.int32)))
+        return collective_gemm(lhs, rhs, spec, bias=bias).out
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs.values()), out_specs=P("tp"), axis_names={"tp"})
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands.values(), specs.values(), strict=True)
+    ]
+    run = jax.jit(mapped)
+    assert hlo.count_custom_calls(run.lower(*placed).as_text())["te_jax_collective_gemm"] == 0
+    kind = "Auto" if axis_type == AxisType.Auto else "not Manual"
+    assert reasons[0] == f"mesh axes ('data',) are {kind} inside a shard_map over ('tp',)"
+    expected, magnitude = oracle_of(SCATTER, 4, operands)
+    assert_within(run(*placed), expected, error_bound(SCATTER, 4, expected, magnitude, "float32"))
 
 
 def two_layers(x, up, down, **fields):
