@@ -126,6 +126,12 @@ TABLE = {
         "[2 te_jax_quantize, te_jax_gemm]\n      accumulation: fprop ",
         {"te_jax_quantize": 3, "te_jax_gemm": 3},
     ),
+    "linear+scale+bias+add, without the dropout between": Entry(
+        (linear(), ops.Bias(), ops.Dropout(0.0), ops.AddExtraInput()),
+        "Linear(ops_0) + Bias(ops_1) + Dropout(ops_2) + AddExtraInput(ops_3): linear+bias+add "
+        "[2 te_jax_quantize, te_jax_gemm]\n      accumulation: fprop ",
+        {"te_jax_quantize": 3, "te_jax_gemm": 3},
+    ),
     "producer+quantize": Entry(
         (ops.RMSNorm(), ops.MakeExtraOutput(), linear()),
         "RMSNorm(ops_0) + MakeExtraOutput(ops_1): quantizes for the next linear, keeps the result, writes FP8 "
@@ -244,6 +250,16 @@ def test_every_rule(rule, backward):
         planned = {name: n for name, n in plan.custom_calls.items() if name not in passes}
         assert planned == {name: n for name, n in got.items() if name not in passes}, (recipe, str(plan))
         assert (entry.step in str(plan)) == applies, (recipe, str(plan))
+
+
+def test_a_dropout_between_is_named():
+    """Where it isn't of rate 0, which linears of a chain are fused doesn't depend on a call's ``deterministic``."""
+    chain = [ops.StartResidual(), linear(), ops.Dropout(0.1), ops.AddResidual()]
+    plan = te.Sequential(chain, recipe=te.CurrentScaling(), dtype=BF16).plan(jax.ShapeDtypeStruct((32, 256), BF16))
+    assert "no linear+scale+bias+add, without the dropout between: Dropout(0.1) stands between" in str(plan)
+    chain[2] = ops.Dropout(0.0)
+    plan = te.Sequential(chain, recipe=te.CurrentScaling(), dtype=BF16).plan(jax.ShapeDtypeStruct((32, 256), BF16))
+    assert plan.forward[-1].name == "linear+add"
 
 
 def test_no_entry_without_a_rule():

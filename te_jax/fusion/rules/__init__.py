@@ -11,7 +11,7 @@ from te_jax.fusion.rules.collective import (
     PRODUCER_THROUGH_GATHER,
 )
 from te_jax.fusion.rules.grouped import GROUPED_ACTIVATION_GRAD_QUANTIZE, GROUPED_ACTIVATION_QUANTIZE
-from te_jax.fusion.rules.linear import BACKWARD_LINEAR, FORWARD_LINEAR
+from te_jax.fusion.rules.linear import BACKWARD_LINEAR, FORWARD_LINEAR, FORWARD_LINEAR_DROPOUT
 from te_jax.fusion.rules.norm_grad import NORM_GRAD_ADD
 from te_jax.fusion.rules.producer import PRODUCER_QUANTIZE
 from te_jax.fusion.rules.quantize import PRODUCER_THROUGH_QUANTIZE, QUANTIZE_BACKWARD, QUANTIZE_FORWARD
@@ -20,6 +20,7 @@ FORWARD_RULES: tuple[Rule, ...] = (
     ALL_GATHER_LINEAR,
     LINEAR_REDUCE_SCATTER,
     LINEAR_ALL_REDUCE,
+    FORWARD_LINEAR_DROPOUT,
     FORWARD_LINEAR,
     PRODUCER_THROUGH_GATHER,
     PRODUCER_QUANTIZE,

@@ -1,7 +1,7 @@
 """Linear with what follows it: scale, bias and residual in the GEMM's epilogue; bias gradient as a by-product.
 
 Forward   [BasicLinear, ConstantScale?, Bias?, AddExtraInput?]
-          y = scale x w + bias + extra in one GEMM, rounded once
+          y = scale x w + bias + extra in one GEMM, rounded once; a Dropout of rate 0 may stand before the extra input
 Backward  [MakeExtraOutput?, BasicLinear, ConstantScale?, Bias?]
           dbias is from the pass that quantizes dy, unscaled; the scale multiplies in dgrad and wgrad; the gradient of
           the extra output is added in dgrad's GEMM, rounded once
@@ -22,7 +22,7 @@ from te_jax.ops import linear
 from te_jax.ops.base import LinkInfo
 from te_jax.ops.bias import Bias
 from te_jax.ops.linear import BasicLinear
-from te_jax.ops.misc import ConstantScale
+from te_jax.ops.misc import ConstantScale, Dropout
 from te_jax.ops.residual import AddExtraInput, MakeExtraOutput
 
 MIN_ALPHA, MAX_ALPHA = 2.0**-64, 2.0**64  # so that neither a scale nor a product with one leaves float32
@@ -56,10 +56,11 @@ class ForwardLinear:
     scale: int | None
     bias: int | None
     add: int | None
+    idle: int | None = None  # an op that does nothing, before the extra input
 
     @property
     def links(self) -> tuple[int, ...]:
-        return tuple(i for i in (self.linear, self.scale, self.bias, self.add) if i is not None)
+        return tuple(i for i in (self.linear, self.scale, self.bias, self.idle, self.add) if i is not None)
 
     @property
     def name(self) -> str:
@@ -73,7 +74,11 @@ class ForwardLinear:
 
 
 def _forward_condition(window: Window) -> str | None:
-    info, scale, bias, add = window.info(0), *(window.optional_info(slot) for slot in (1, 2, 3))
+    return _why_no_epilogue(window.info(0), *(window.optional_info(slot) for slot in (1, 2, 3)))
+
+
+def _why_no_epilogue(info: LinkInfo, scale: LinkInfo | None, bias: LinkInfo | None, add: LinkInfo | None) -> str | None:
+    """Why what stands behind a linear is no part of its GEMM; None if it is."""
     if scale is None and bias is None and add is None:
         return "nothing to fuse"
     if (reason := why_no_fp8_gemm(info) or _why_no_alpha(scale)) is not None:
@@ -101,6 +106,33 @@ FORWARD_LINEAR = Rule(
     ),
     condition=_forward_condition,
     step=_forward_step,
+)
+
+
+def _dropout_condition(window: Window) -> str | None:
+    scale, bias = window.optional_info(1), window.optional_info(2)
+    if (reason := _why_no_epilogue(window.info(0), scale, bias, window.info(4))) is not None:
+        return reason
+    rate = window.info(3).op.rate
+    return None if rate == 0.0 else f"Dropout({rate}) stands between, in calls that aren't deterministic"
+
+
+def _dropout_step(window: Window) -> ForwardLinear:
+    _, scale, bias, idle, add = window.picks
+    return ForwardLinear(window.link(0), scale, bias, add, idle)
+
+
+FORWARD_LINEAR_DROPOUT = Rule(
+    name="linear+scale+bias+add, without the dropout between",
+    pattern=(
+        slot(BasicLinear),
+        slot(ConstantScale, optional=True),
+        slot(Bias, optional=True),
+        slot(Dropout),
+        slot(AddExtraInput),
+    ),
+    condition=_dropout_condition,
+    step=_dropout_step,
 )
 
 
