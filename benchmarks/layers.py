@@ -189,21 +189,28 @@ def flax_params(p: dict) -> dict:
     return {"embed": p["embed"], "layers": {"layer": layer}, **p["head"]}
 
 
+def language_model(size: Size, layers: int, recipe: te.Recipe | None) -> nn.Module:
+    """The model of examples/train_lm.py at that size."""
+    import lm_data
+    import lm_model
+
+    return lm_model.LanguageModel(
+        vocabulary=lm_data.VOCABULARY, layers=layers, width=size.features, heads=size.heads, kv_heads=size.kv_heads,
+        hidden_features=size.hidden, recipe=recipe,
+    )  # fmt: skip
+
+
 def train_step(size: Size, layers: int, name: str) -> tuple[Callable[[Any, jax.Array], Any], Any, jax.Array]:
     """(step(state, tokens) -> (state, loss), state, tokens): the step of examples/train_lm.py, its state donated.
 
     ``name`` is "te_jax " + a recipe, or "flax bf16". All start from the same parameters, in float32.
     """
     import lm_data
-    import lm_model
     import train_lm
 
     args = train_lm.parse_args(["--out", "unused"])
     flax = name == "flax bf16"
-    model: nn.Module = lm_model.LanguageModel(
-        vocabulary=lm_data.VOCABULARY, layers=layers, width=size.features, heads=size.heads, kv_heads=size.kv_heads,
-        hidden_features=size.hidden, recipe=None if flax else RECIPES[name.removeprefix("te_jax ")],
-    )  # fmt: skip
+    model = language_model(size, layers, None if flax else RECIPES[name.removeprefix("te_jax ")])
     optimizer = train_lm.make_optimizer(args)
     tokens = jax.random.randint(jax.random.key(3), (size.batch, size.seq + 1), 0, lm_data.VOCABULARY)
     state = train_lm.init_state(model, optimizer, 0, tokens)

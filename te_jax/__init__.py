@@ -51,6 +51,7 @@ __all__ = [
     "ops",
     "quantize_kernels",
     "quantize_params",
+    "remat",
     "state",
 ]
 _LAZY = ("checkpoint", "interop")
