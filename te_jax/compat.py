@@ -6,7 +6,9 @@ Other files take these names from here, so that a new jax version is one diff in
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable
+import inspect
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -146,3 +148,31 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
 def _aval(x):
     return x if isinstance(x, jax.core.ShapedArray | jax.ShapeDtypeStruct) else jax.typeof(x)
+
+
+def running(*functions: Callable[..., Any]) -> Iterator[Mapping[str, Any]]:
+    """The local variables of every call of these functions that is running in this thread, the innermost first.
+
+    For what a library that calls back says nowhere else. Functions are found by their code, also decorated ones.
+    """
+    codes = {inspect.unwrap(function).__code__ for function in functions}
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in codes:
+            yield frame.f_locals
+        frame = frame.f_back
+
+
+def nnx_bridges() -> Iterator[Mapping[str, Any]]:
+    """The calls of ``nnx.bridge.ToNNX`` that are running."""
+    from flax.nnx import bridge
+
+    return running(bridge.ToNNX.__call__)
+
+
+def nnx_scan_bodies() -> Iterator[Mapping[str, Any]]:
+    """The bodies of ``nnx.scan`` that are being traced: ``self.in_axes`` says what becomes of changes to ``args``."""
+    from flax.nnx.transforms import iteration
+
+    names = ("ScanFn", "SimpleScanFn")  # with graph updates, and without (new in flax 0.12)
+    return running(*(getattr(iteration, name).__call__ for name in names if hasattr(iteration, name)))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+_BETWEEN = ("te_jax", "jax", "flax")  # packages that a call goes through
 
 
 def message(op: str, argument: str, expected: object, got: object) -> str:
@@ -57,8 +56,8 @@ def required(value: T | None, op: str, argument: str) -> T:
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """``warnings.warn`` at the line outside of te_jax that made the call, however deep inside this is said."""
+    """``warnings.warn`` at the user's line that made the call, however deep in te_jax, jax and flax it is said."""
     level, frame = 2, sys._getframe(1)  # Python 3.11 has no skip_file_prefixes
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from flax.core import meta
 from jax import Array
 
+from te_jax import compat
 from te_jax.chain import RunPart
 from te_jax.errors import check_value, required
-from te_jax.fusion import inference, probe
+from te_jax.fusion import inference, probe, watch
 from te_jax.fusion.execute import Kernels, quantize_kernels
 from te_jax.fusion.plan import describe
 from te_jax.fusion.run import SHARED, Run, State, StatePart
@@ -178,6 +179,18 @@ class RunVariables(nn.Module, kw_only=True):
             if self.has_variable(NEXT, name):
                 leaves = fp8_state.accumulate(self.get_variable(NEXT, name), leaves)
             self.put_variable(NEXT, name, leaves)
+
+    @nn.nowrap
+    def _watched(self, params: Any, state: State) -> Any:
+        """The parameters; says so if nnx differentiates them alone, where the state would be frozen without a word.
+
+        ``nnx.grad`` is of nnx.Param, and a linen module in nnx's bridge can't write its state as te.nnx modules do.
+        """
+        in_bridge = bool(state) and not self.is_initializing() and any(True for _ in compat.nnx_bridges())
+        if not in_bridge or is_updating_state():
+            return params
+        advice = "te.nnx.grad in place of nnx.grad (or a te.nnx module in place of one in nnx.bridge.ToNNX)"
+        return watch.watched("/".join((*self.path, type(self).__name__)), advice, params, state)
 
     @nn.nowrap
     def _kernels(self, run: Run, part: RunPart, params: Any, state: Any) -> tuple[Any, Kernels]:

@@ -112,7 +112,7 @@ class ChainModule(RunVariables, kw_only=True):
         keys = tuple(self.make_rng("dropout") if p.op.needs_key(deterministic) else None for p in part.places)
         state = self._fp8_state(run, part)
         types.check_on_device(name, {"params": params, fp8_state.COLLECTION: state})
-        params, kernels = self._kernels(run, part, params, state)
+        params, kernels = self._kernels(run, part, self._watched(params, state), state)
         health = self._health(run, part)
         cast = tuple(extra.astype(type_.dtype) for extra, type_ in zip(extras, extra_types, strict=True))
         run_it = execute if health is None else functools.partial(probe.probe, health)

@@ -15,7 +15,7 @@ from flax import linen as nn
 from flax import nnx
 
 from te_jax.errors import check_type, check_value
-from te_jax.nnx import initializers, state
+from te_jax.nnx import dropped, initializers, state
 from te_jax.nnx.state import FP8State
 from te_jax.quant.state import COLLECTION
 from te_jax.run_variables import NEXT, updating_state
@@ -117,6 +117,7 @@ class Module(nnx.Module):
             applied: Any = definition.apply(variables, *args, rngs=keys, mutable=[NEXT], **kwargs)
         y, made = applied
         following = made.get(NEXT, {})
+        dropped.warn_if_dropped(self)
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((y, following)))
         state.write(runs, following, traced=traced)
         return y

@@ -228,13 +228,18 @@ def test_partitioning_metadata_of_a_general_kernel():
 
 
 def test_linen_modules_through_flaxs_bridge():
-    """Their state is FP8State too; te.nnx.grad updates it, and after nnx.grad te.state.check says what is missing."""
+    """Their state is FP8State too; te.nnx.grad updates it, and it is said while tracing that nnx.grad doesn't."""
     bridged = nnx.bridge.ToNNX(te.flax.Dense(48, recipe=DELAYED), rngs=nnx.Rngs(0)).lazy_init(X)
     assert te.nnx.FP8State.__name__ == COLLECTION  # what MaxText looks for
     variables = te.nnx.to_variables(bridged)
     assert set(variables) == {"params", COLLECTION}
     assert len(jax.tree.leaves(nnx.state(bridged, te.nnx.FP8State))) == 3
-    nnx.jit(nnx.grad(lambda m: m(X).sum()))(bridged)
+    bridged(X)  # nothing is differentiated, and nothing said
+    with pytest.warns(
+        UserWarning, match=r"te_jax\.Dense: FP8 state: expected te\.nnx\.grad in place of nnx\.grad"
+    ) as said:
+        nnx.jit(nnx.grad(lambda m: m(X).sum()))(bridged)
+    assert {each.filename for each in said} == {__file__}
     with pytest.raises(ValueError, match="state that this step did not update"):
         te.state.check(variables[COLLECTION], te.nnx.to_variables(bridged)[COLLECTION])
     nnx.jit(te.nnx.grad(lambda m: m(X).sum()))(bridged)

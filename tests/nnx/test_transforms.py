@@ -1,5 +1,7 @@
 """te.nnx modules in nnx's transformations: same numbers, and one step of the state for one step of training."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,7 +153,7 @@ def test_remat_of_a_module_used_twice():
 
 
 def test_scan_with_one_layer_for_all_steps():
-    """Given as nnx.Carry it is stepped every time; as a constant nnx drops what is written, which check finds."""
+    """Given as nnx.Carry it is stepped every time; as a constant nnx drops what is written, which is said."""
     x = X[0]
 
     def loss(model, x, axes):
@@ -164,11 +166,47 @@ def test_scan_with_one_layer_for_all_steps():
     nnx.jit(nnx.grad(loss), static_argnums=2)(model, x, nnx.Carry)
     assert (model.fp8_0.amax_history.get_value()[0] > 0).sum() == 3
     before = te.nnx.to_variables(model)[te.state.COLLECTION]
-    nnx.jit(nnx.grad(loss), static_argnums=2)(model, x, None)
+    with pytest.warns(
+        UserWarning, match=r"nnx.Dense: FP8 state: expected te\.nnx\.grad in place .*in_axes=None"
+    ) as said:
+        nnx.jit(nnx.grad(loss), static_argnums=2)(model, x, None)
+    assert {each.filename for each in said} == {__file__}
     with pytest.raises(ValueError, match="state that this step did not update"):
         te.state.check(before, te.nnx.to_variables(model)[te.state.COLLECTION], allow_unused=True)
     nnx.jit(te.nnx.grad(loss), static_argnums=2)(model, x, None)
     np.testing.assert_array_equal(jnp.abs(model.fp8_0.uses.get_value()[:, 64]), 3 * 2.0**-64)
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["alone", "in remat"])
+@pytest.mark.parametrize(
+    "options", [{}, {"graph": False}, {"graph_updates": False}], ids=["graph", "tree", "no updates"]
+)
+def test_what_a_scan_drops_is_said(options, remat):
+    """While tracing, in all of flax's modes and through what is between; and nothing where nothing is dropped."""
+    if set(options) - set(inspect.signature(nnx.scan).parameters):
+        pytest.skip("flax has no such mode yet")
+    block = {"shared": te.nnx.Dense(32, 32, use_bias=False, recipe=RECIPE, rngs=nnx.Rngs(0))}
+
+    def applied(model, x, axes):
+        call = lambda m, x: m["shared"](x)  # noqa: E731
+        call = nnx.remat(call, **options) if remat else call
+        body = lambda x, m: call(m, x)  # noqa: E731
+        return nnx.scan(body, in_axes=(nnx.Carry, axes), out_axes=nnx.Carry, length=2, **options)(x, model)
+
+    def shape(axes, model=block):
+        graphdef, leaves = nnx.split(model)
+        return jax.eval_shape(lambda: applied(nnx.merge(graphdef, leaves, copy=True), X[0], axes))
+
+    with pytest.warns(UserWarning, match=r"a constant of nnx\.scan"):
+        shape(None)
+    if not options:
+        with pytest.warns(UserWarning, match=r"a constant of nnx\.scan"):
+            shape(nnx.StateAxes({te.nnx.FP8State: None, ...: None}))
+    block["shared"].eval()
+    shape(None)
+    block["shared"].train()
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), nnx.split(block)[1])
+    shape(0, nnx.merge(nnx.split(block)[0], stacked))
 
 
 def test_jit_traces_once():
