@@ -42,6 +42,7 @@ __all__ = [
     "TrainState",
     "accumulate_gradients",
     "checkpoint",
+    "collective",
     "dequantize_params",
     "flax",
     "health",

@@ -147,6 +147,8 @@ def test_what_is_printed_is_short():
 def test_names_of_the_package():
     public = [name for name in dir(te) if not name.startswith("_")]
     assert public == sorted(set(te.__all__))
+    source = pathlib.Path(te.__file__).read_text()
+    assert set(re.findall(r"^from te_jax\S* import (\w+) as \1$", source, re.M)) <= set(public)
     assert all(hasattr(te, name) for name in public)
     readme = pathlib.Path(__file__).parents[1].joinpath("README.md").read_text()
     assert set(re.findall(r"\bte\.([A-Za-z]\w*)", readme)) <= set(public)
