@@ -74,6 +74,7 @@ LAYERS = {
     "offload core_attn, context": Variant(offload=SKIPS),
     "offload x, context": Variant(offload=("attn_norm", "context")),
     "offload x, context, mlp_norm": Variant(offload=("attn_norm", "context", "mlp_norm")),
+    "offload x, context; save mlp_norm": Variant(save=("mlp_norm",), offload=("attn_norm", "context")),
     "save core_attn, context": Variant(save=SKIPS, options=CONCURRENT),
     "no remat": Variant(remat=False, options=CONCURRENT),
 }

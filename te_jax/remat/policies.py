@@ -37,7 +37,8 @@ class Policy:
         tensor = params.get("name")
         if not isinstance(tensor, str):  # no equation of checkpoint_name
             return _of_jax((), ())(primitive, *types, **params)
-        if tensor in self.offload and _bytes(types[0]) >= self.min_bytes:
+        large = not types or _bytes(types[0]) >= self.min_bytes  # jax 0.11 with JAX_REMAT3=1 tells no types
+        if large and tensor in self.offload:
             placement.check_can_offload(tensor)
             placement.warn_if_exposed(tensor)
             return _of_jax((), (tensor,))(primitive, *types, **params)
@@ -73,7 +74,8 @@ def policy(
         dictionary of names to "remat", "device" or "offload".
       offload: names, with ``save`` as names.
       min_bytes: smaller tensors of ``offload`` stay on the device: their copies cost more than they free. The size is
-        that of the whole array, of one device's part inside of ``shard_map``.
+        that of the whole array, of one device's part inside of ``shard_map``. (With ``JAX_REMAT3=1`` jax 0.11 doesn't
+        tell policies about sizes: everything named in ``offload`` is offloaded.)
       extra_names: names of your own, which ``save`` and ``offload`` may have too: of modules in a chain
         (``<name>_input`` is what they save first) or of ``jax.ad_checkpoint.checkpoint_name``.
 

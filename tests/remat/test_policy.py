@@ -86,7 +86,7 @@ def test_a_device_without_pinned_memory(monkeypatch):
         ValueError, match="offload of fc1_input: expected a device with pinned_host memory, got cpu rea"
     ):
         jax.jit(gradient(policy))(X)
-    jax.jit(gradient(te.remat.policy(offload=("fc1",))))(X)  # what is small stays on the device
+    jax.jit(gradient(te.remat.policy(save=("fc1",))))(X)
 
 
 def test_a_compiler_that_reads_another_layers_tensor(monkeypatch):
