@@ -168,10 +168,10 @@ def measure(case: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
         out = jax.block_until_ready(compiled(weights, x))
         times.append((time.perf_counter() - start) * 1e3)
     times = times[args.warmup :]
+    stats = jax.devices()[0].memory_stats() or {}  # before gradients are looked at, which takes memory too
     loss, grads = out
     sample = [np.asarray(leaf.reshape(-1)[:: max(1, leaf.size // 8192)], np.float32) for leaf in jax.tree.leaves(grads)]
     np.savez(args.grads, *sample)
-    stats = jax.devices()[0].memory_stats() or {}
     return {
         "case": case,
         "variant": name,
@@ -213,6 +213,9 @@ def longest(name: str, args: argparse.Namespace) -> dict[str, Any]:
     while bytes_of(n + 1) <= args.limit:
         n += 1
     args.batch, args.seq, args.steps, args.warmup = 1, n * args.quantum, 1, 0
+    print(
+        json.dumps({"case": "longest", "variant": name, "tokens": args.seq, "compiled_bytes": bytes_of(n)}), flush=True
+    )
     return measure("longest", name, args) | {"tokens": args.seq}
 
 
@@ -228,9 +231,12 @@ def child(case: str, name: str, args: argparse.Namespace, grads: str) -> dict[st
         "TE_JAX_GEMM_ALGORITHMS_FILE": algorithms,
     }
     command = [sys.executable, __file__, *own]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.timeout)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.timeout)
+    except subprocess.TimeoutExpired as error:
+        return {"case": case, "variant": name, "error": f"{error.timeout} s are over", "printed": str(error.stdout)}
     if done.returncode:
-        return {"case": case, "variant": name, "error": done.stderr.strip()[-400:]}
+        return {"case": case, "variant": name, "error": done.stderr.strip()[-400:], "printed": done.stdout}
     return json.loads(done.stdout.splitlines()[-1])
 
 

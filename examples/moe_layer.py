@@ -36,6 +36,7 @@ class Router(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Routing:
         """x [T, C]."""
+        x = te.remat.name(x, "router_fc1")
         init = nn.initializers.normal(0.02)
         kernel = self.param("kernel", init, (x.shape[-1], self.num_experts), jnp.float32)
         probabilities = jax.nn.softmax(jnp.dot(x.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST))
@@ -82,9 +83,9 @@ class MoE(nn.Module):
         here = sort_rows(experts_of_rows(arrived_counts, arrived.shape[1]).reshape(-1), local)
         experts = te.Sequential(
             [
-                ops.GroupedLinear(local, 2 * self.hidden_features, use_bias=False, sizes="experts", name="fc1"),
-                ops.SwiGLU(),
-                ops.GroupedLinear(local, x.shape[-1], use_bias=False, sizes="experts", name="fc2"),
+                ops.GroupedLinear(local, 2 * self.hidden_features, use_bias=False, sizes="experts", name="expert_fc1"),
+                ops.SwiGLU(name="moe_act"),
+                ops.GroupedLinear(local, x.shape[-1], use_bias=False, sizes="experts", name="expert_fc2"),
             ],
             recipe=self.recipe,
             dtype=self.dtype,
@@ -93,6 +94,7 @@ class MoE(nn.Module):
         y = experts(arrived.reshape(-1, x.shape[-1])[here.order], here.counts)
         back = exchange(y[here.inverse].reshape(arrived.shape), self.axis)
         y = from_buffers(back, counts.sum(1))[sent.inverse].reshape(*routing.weights.shape, -1)
+        y = te.remat.name(y, "moe_mlpwo")  # the gradient of the weights reads it
         return jnp.einsum("tk,tkc->tc", routing.weights, y.astype(jnp.float32)).astype(x.dtype), routing.balance_loss
 
 

@@ -87,3 +87,9 @@ def test_health(capsys):
 def test_interop(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("docs/interop.md")
+
+
+def test_offload():
+    namespace = run("docs/offload.md")
+    assert np.isfinite(namespace["value"])
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(namespace["grads"]["params"])} == {3}

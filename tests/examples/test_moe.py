@@ -28,7 +28,7 @@ def numpy_moe(params, x):
     logits = x @ oracle.f64(params["router"]["kernel"])
     probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     chosen = np.argsort(-probabilities, axis=-1)[:, :2]
-    fc1, fc2 = (oracle.f64(params["experts"][name]["kernel"]) for name in ("fc1", "fc2"))
+    fc1, fc2 = (oracle.f64(params["experts"][name]["kernel"]) for name in ("expert_fc1", "expert_fc2"))
     y = np.zeros_like(x)
     for t, experts in enumerate(chosen):
         weights = probabilities[t, experts] / probabilities[t, experts].sum()
