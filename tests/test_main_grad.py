@@ -172,6 +172,33 @@ def test_a_buffer_that_does_not_fit(buffer, error, message):
         MainGrad(jnp.zeros(3), "sum")
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_groups(recipe):
+    """A kernel for each of three groups, one of them empty: its part of the buffer stays as it is."""
+    chain = [ops.GroupedLinear(3, 128, use_bias=False), ops.SwiGLU(), ops.GroupedLinear(3, WIDTH)]
+    module, (x, _) = te.Sequential(chain, recipe=RECIPES[recipe], **BF16), data(48)
+    sizes = jnp.array([20, 0, 23], jnp.int32)
+    variables = module.init(jax.random.key(1), x, sizes, sizes)
+
+    def loss(variables):
+        return jnp.mean(module.apply(variables, x, sizes, sizes).astype(jnp.float32) ** 2)
+
+    want = jax.jit(jax.grad(loss))(variables)
+    buffers = jax.tree.map(lambda buffer: buffer + 0.5, te.main_grad.init(variables["params"], "add"))
+    step = jax.jit(jax.grad(loss))
+    got = step({**variables, COLLECTION: buffers})
+    for scope, nodes in got.pop(COLLECTION).items():
+        kernel = np.asarray(want["params"][scope].pop("kernel"))
+        assert not got["params"][scope].pop("kernel").any()
+        np.testing.assert_allclose(nodes["kernel"].buffer, kernel + 0.5, rtol=1e-6, atol=1e-7)
+        np.testing.assert_array_equal(nodes["kernel"].buffer[1], 0.5)
+    assert_trees_identical(got, want)
+    lowered = step.trace({**variables, COLLECTION: buffers}).lower(lowering_platforms=("cuda",)).as_text()
+    wgrads = [line for line in lowered.splitlines() if "@te_jax_grouped_wgrad" in line and "accumulate = true" in line]
+    assert len(wgrads) == (2 if recipe in ("delayed", "current") else 0)
+    assert all("output_operand_alias" in line for line in wgrads)
+
+
 # ----------------------------------------------------------------------------------------------- accumulate_gradients
 
 

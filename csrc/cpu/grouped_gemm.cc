@@ -70,13 +70,18 @@ bool GroupedWgrad(const GroupedWgradArgs& args) {
   gemm.m = args.m;
   gemm.n = args.n;
   gemm.lhs_contract_first = gemm.rhs_contract_first = !fp8;
+  gemm.beta = args.c == nullptr ? 0.0f : 1.0f;
+  gemm.c_dtype = args.out_dtype;
   int64_t start = 0;
   for (int64_t g = 0; g < args.groups; ++g) {
     const int64_t end = GroupEnd(start, args.group_sizes[g], args.tokens);
     gemm.k = end - start;
     gemm.out = At(args.out, g * args.m * args.n, args.out_dtype);
+    gemm.c = args.c == nullptr ? nullptr : At(args.c, g * args.m * args.n, args.out_dtype);
     if (gemm.k == 0) {
-      std::memset(gemm.out, 0, static_cast<size_t>(args.m * args.n * SizeOf(args.out_dtype)));
+      const size_t bytes = static_cast<size_t>(args.m * args.n * SizeOf(args.out_dtype));
+      if (gemm.c == nullptr) std::memset(gemm.out, 0, bytes);
+      else if (gemm.c != gemm.out) std::memcpy(gemm.out, gemm.c, bytes);
       continue;
     }
     if (fp8) {

@@ -86,6 +86,7 @@ struct GroupedWgradSpec {
   bool fp8;
   std::string_view out_dtype;
   bool fast_accumulation;
+  bool accumulate = false;
 };
 
 struct ScaleReadSpec {
@@ -150,7 +151,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::GroupedGemmSpec, StructMember<bool
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::GroupedWgradSpec, StructMember<int64_t>("groups"),
                                       StructMember<bool>("fp8"),
                                       StructMember<std::string_view>("out_dtype"),
-                                      StructMember<bool>("fast_accumulation"));
+                                      StructMember<bool>("fast_accumulation"), StructMember<bool>("accumulate"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(te_jax::ScaleReadSpec, StructMember<std::string_view>("formats"),
                                       StructMember<int64_t>("margin"), StructMember<bool>("most_recent"),
                                       StructMember<int64_t>("groups"));

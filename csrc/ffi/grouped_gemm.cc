@@ -110,6 +110,7 @@ ffi::ErrorOr<GroupedWgradArgs> DecodeGroupedWgrad(const ffi::RemainingArgs& args
   out.lhs = lhs.data;
   out.rhs = rhs.data;
   out.fast_accumulation = spec.fast_accumulation;
+  if (spec.accumulate) out.c = operands.ArgOf("c", out.out_dtype, {out.groups, out.m, out.n});
   out.out = operands.RetOf("out", out.out_dtype, {out.groups, out.m, out.n});
   return Finish(operands, out);
 }

@@ -89,6 +89,14 @@ TEST(GroupedWgrad) {
   const Frame frame({{E4M3, {32, 48}}, {E5M2, {64, 48}}, {S32, {3}}, {F32, {3}}, {F32, {3}}}, {{F32, {3, 32, 64}}});
   const auto args = DecodeGroupedWgrad(frame.args(), frame.rets(), {3, true, "float32", false});
   EXPECT(args.has_value() && args->tokens == 48 && args->m == 32 && args->n == 64 && args->groups == 3);
+  EXPECT(args->c == nullptr);
+  const Spec f32{F32, {3}}, product{F32, {3, 32, 64}};
+  const Frame added({{E4M3, {32, 48}}, {E5M2, {64, 48}}, {S32, {3}}, f32, f32, product}, {product});
+  const auto adding = DecodeGroupedWgrad(added.args(), added.rets(), {3, true, "float32", false, true});
+  EXPECT(adding.has_value() && adding->c == added.arg(5));
+  const Frame narrow({{E4M3, {32, 48}}, {E5M2, {64, 48}}, {S32, {3}}, f32, f32, {BF16, {3, 32, 64}}}, {product});
+  EXPECT_CONTAINS(DecodeGroupedWgrad(narrow.args(), narrow.rets(), {3, true, "float32", false, true}).error().message(),
+                  "te_jax grouped_wgrad: c dtype: expected float32, got bfloat16");
   const Frame odd({{E4M3, {32, 37}}, {E5M2, {64, 37}}, {S32, {3}}, {F32, {3}}, {F32, {3}}}, {{F32, {3, 32, 64}}});
   EXPECT_CONTAINS(DecodeGroupedWgrad(odd.args(), odd.rets(), {3, true, "float32", false}).error().message(),
                   "te_jax grouped_wgrad: lhs's contracted dimension: expected a multiple of 16, padded, got 37");

@@ -297,19 +297,23 @@ def backward(ctx: BackwardContext, dy: Array | GroupedTensor) -> Array:
         lhs_scale_inv=dy_q.scale_inv,
         rhs_scale_inv=kernel_scale_inv,
     )
+    dy_t = required(dy_q.data_t, "GroupedLinear", "dy.data_t")
+    buffer = main_grad.addend(ctx, x_t, dy_t, sizes, x_scale_inv, dy_q.scale_inv)
     dw = primitives.grouped_wgrad(
         x_t,
-        required(dy_q.data_t, "GroupedLinear", "dy.data_t"),
+        dy_t,
         sizes,
         GroupedWgradSpec(
             groups=required(info.op.groups, info.label, "groups"),
             out_dtype=main_grad.wgrad_dtype(ctx, gemm_dtype(kernel.dtype)),
             fast_accumulation=recipe.fast_accumulation("wgrad"),
+            accumulate=buffer is not None,
         ),
         lhs_scale_inv=x_scale_inv,
         rhs_scale_inv=dy_q.scale_inv,
+        c=buffer,
     )
-    main_grad.book(ctx, dw)
+    main_grad.book(ctx, dw, added=buffer is not None)
     return dx.astype(dtype)
 
 

@@ -23,6 +23,7 @@ from te_jax import compat
 from te_jax.errors import check_type, check_value
 from te_jax.ops.base import BackwardContext, LinkInfo, TensorType
 from te_jax.parallel import mesh
+from te_jax.recipe import BlockScaling
 
 Mode = Literal["overwrite", "add", "try"]
 MODES = ("overwrite", "add", "try")
@@ -130,7 +131,8 @@ def note(info: LinkInfo) -> str | None:
     if info.main_grad is None:
         return None
     if info.main_grad == "add":
-        return "wgrad accumulates into main_grad" + ("" if info.quantized else ", added by XLA")
+        jnp_groups = info.op.groups is not None and isinstance(info.recipe, BlockScaling)
+        return "wgrad accumulates into main_grad" + (", added by XLA" if jnp_groups or not info.quantized else "")
     return "wgrad overwrites main_grad"
 
 

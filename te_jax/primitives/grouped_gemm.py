@@ -64,13 +64,14 @@ def grouped_wgrad(
     *,
     lhs_scale_inv: jax.Array | None = None,
     rhs_scale_inv: jax.Array | None = None,
+    c: jax.Array | None = None,
 ) -> jax.Array:
-    """out [G, M, N]: the product of the rows of each group, lhs^T . rhs; operands as ``GroupedWgradSpec`` says.
+    """out [G, M, N]: the product of the rows of each group, lhs^T . rhs (+ c); operands as ``GroupedWgradSpec`` says.
 
     Raises:
       ValueError, TypeError: for a shape, memory space or dtype that is not as there.
     """
-    given = {"lhs_scale_inv": lhs_scale_inv, "rhs_scale_inv": rhs_scale_inv}
+    given = {"lhs_scale_inv": lhs_scale_inv, "rhs_scale_inv": rhs_scale_inv, "c": c}
     _check_given("grouped_wgrad", _wgrad_operands(spec), given)
     (out,) = _WGRAD(spec, lhs, rhs, group_sizes, *(x for x in given.values() if x is not None), amax_axes=())
     return out
@@ -91,7 +92,7 @@ def _gemm_operands(spec) -> tuple[str, ...]:
 
 
 def _wgrad_operands(spec) -> tuple[str, ...]:
-    return ("lhs", "rhs", "group_sizes", *_scales(spec))
+    return ("lhs", "rhs", "group_sizes", *_scales(spec), *(("c",) if spec.accumulate else ()))
 
 
 def _check_operands(op, spec, groups, lhs, rhs, group_sizes, scales):
@@ -225,8 +226,8 @@ def _wgrad_sizes(spec, lhs, rhs) -> tuple[int, int, int]:
     return lhs.shape[kept], rhs.shape[kept], lhs.shape[contracted]
 
 
-def _check_wgrad(spec, lhs, rhs, group_sizes, *scales):
-    op = "grouped_wgrad"
+def _check_wgrad(spec, lhs, rhs, group_sizes, *rest):
+    op, scales = "grouped_wgrad", rest[: len(_scales(spec))]
     errors.check_value(spec.groups > 0, op, "groups", "at least 1", spec.groups)
     _check_operands(op, spec, spec.groups, lhs, rhs, group_sizes, scales)
     layout = "[features, tokens]" if spec.fp8 else "[tokens, features]"
@@ -237,14 +238,20 @@ def _check_wgrad(spec, lhs, rhs, group_sizes, *scales):
     errors.check_value(rhs.shape[axis] == rows, op, "rhs", f"{rows} tokens, as lhs", f"shape {rhs.shape}")
     padded = not spec.fp8 or rows == grouped.padded_rows(rows)
     errors.check_value(padded, op, "lhs", f"tokens padded to a multiple of {grouped.ROW_ALIGNMENT}", rows)
+    for c in rest[len(scales) :]:
+        shape = (spec.groups, *_wgrad_sizes(spec, lhs, rhs)[:2])
+        errors.check_value(c.shape == shape, op, "c", f"shape {shape}", c.shape)
+        errors.check_type(c.dtype == jnp.dtype(spec.out_dtype), op, "c", f"dtype {spec.out_dtype}", c.dtype)
 
 
-def _wgrad_reference(spec, lhs, rhs, group_sizes, *scales):
+def _wgrad_reference(spec, lhs, rhs, group_sizes, *rest):
     if spec.fp8:
         lhs, rhs = lhs.T, rhs.T
     out = grouped.contracted_product(lhs, rhs, group_sizes)
     if spec.fp8:
-        out = out * (scales[0] * scales[1])[:, None, None]
+        out = out * (rest[0] * rest[1])[:, None, None]
+    if spec.accumulate:
+        out = out + rest[-1].astype(jnp.float32)
     return (_loud(out, group_sizes, lhs.shape[0]).astype(spec.out_dtype),)
 
 
@@ -253,10 +260,11 @@ def _wgrad_why_not(spec, lhs, rhs, group_sizes, *scales):
     return _why_no_kernel(spec, group_sizes, lhs, {"lhs's kept size": m, "rhs's kept size": n, "tokens": rows})
 
 
-def _wgrad_rule(spec, lhs, rhs, group_sizes, *scales):
-    operands = (("m", "t"), ("n", "t")) if spec.fp8 else (("t", "m"), ("t", "n"))
+def _wgrad_rule(spec, lhs, rhs, group_sizes, *rest):
+    known = {"lhs": ("m", "t"), "rhs": ("n", "t")} if spec.fp8 else {"lhs": ("t", "m"), "rhs": ("t", "n")}
+    known |= {"c": ("g", "m", "n")}
     return ShardingRule(
-        operands=(*operands, ("g",), *(("g",) for _ in scales)),
+        operands=tuple(known.get(name, ("g",)) for name in _wgrad_operands(spec)),
         results=(("g", "m", "n"),),
         replicated=("t", "g"),
         contracted=("t",),
@@ -275,6 +283,7 @@ _WGRAD = CustomCall(
         reference=_wgrad_reference,
         why_not=_wgrad_why_not,
         rule=_wgrad_rule,
+        aliases=lambda spec: {_wgrad_operands(spec).index("c"): 0} if spec.accumulate else {},
         local=lambda call, spec, reductions, *operands: call(spec, *operands),
         on_device=lambda spec, lhs, rhs, *rest: _on_device(spec, lhs, rhs, *rest, rows=_wgrad_sizes(spec, lhs, rhs)[2]),
     )

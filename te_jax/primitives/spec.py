@@ -269,17 +269,18 @@ class GroupedGemmSpec(Spec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedWgradSpec(Spec):
-    """out [G, M, N]: for the rows of each group lhs^T . rhs * lhs_scale_inv[g] * rhs_scale_inv[g].
+    """out [G, M, N]: for the rows of each group lhs^T . rhs * lhs_scale_inv[g] * rhs_scale_inv[g] (+ c[g]).
 
-    0 for an empty group. Operands, in this order: lhs [M, T rounded up to 16] and rhs [N, the same] if ``fp8`` (what
-    a quantizing pass writes as data_t), otherwise lhs [T, M] and rhs [T, N]; group_sizes i32[G],
-    [lhs_scale_inv, rhs_scale_inv f32[G]] if ``fp8``.
+    0 (c) for an empty group. Operands, in this order: lhs [M, T rounded up to 16] and rhs [N, the same] if ``fp8``
+    (what a quantizing pass writes as data_t), otherwise lhs [T, M] and rhs [T, N]; group_sizes i32[G],
+    [lhs_scale_inv, rhs_scale_inv f32[G]] if ``fp8``, [c [G, M, N] in out's dtype, aliased with it] if ``accumulate``.
     """
 
     groups: int
     fp8: bool = True
     out_dtype: str = "float32"  # or bfloat16
     fast_accumulation: bool = False
+    accumulate: bool = False
 
 
 COLLECTIVES = ("matmul_reduce_scatter", "all_gather_matmul")

@@ -262,6 +262,20 @@ def test_a_dropout_between_is_named():
     assert plan.forward[-1].name == "linear+add"
 
 
+@pytest.mark.parametrize(("rule", "backward"), RULES, ids=[rule.name for rule, _ in RULES])
+def test_main_gradients_in_every_window(rule, backward):
+    """wgrad adds in whatever step it is: the plan says so, and makes the same custom calls."""
+    entry = TABLE[rule.name]
+    linears = sum(op.has_main_grad for one in entry.chain for op in one.expand())
+    for recipe in RECIPES:
+        module = module_of(rule, backward, recipe)
+        plan = module.plan(*entry.inputs, platform="cuda", main_grad="add")
+        assert plan.custom_calls == module.plan(*entry.inputs, platform="cuda").custom_calls
+        assert str(plan).count("wgrad accumulates into main_grad") == linears
+        by_xla = recipe == "none" or (recipe == "block" and entry.inputs == BY_GROUP["inputs"])
+        assert str(plan).count("wgrad accumulates into main_grad, added by XLA") == linears * by_xla
+
+
 def test_no_entry_without_a_rule():
     assert set(TABLE) == {rule.name for rule, _ in RULES}
 

@@ -1,5 +1,6 @@
 """Passes and GEMMs by group: handler and reference against fp64 NumPy, sizes that can't be, the mesh regimes."""
 
+import dataclasses
 import functools
 
 import jax
@@ -106,7 +107,10 @@ def test_gemms_against_fp64(sizes):
         rows[where] = oracle.f64(bias)[g]
     fprop, dgrad = GroupedGemmSpec(out_dtype="float32", bias=True), GroupedGemmSpec(out_dtype="bfloat16")
     wgrad = GroupedWgradSpec(groups=G)
+    c = normal((G, K, N), jnp.float32, 4)
     cases = [
+        (dataclasses.replace(wgrad, accumulate=True), (x.data_t, dy.data_t, on_device, x.scale_inv, dy.scale_inv, c),
+         grouped.contracted_product, (x64, dy64), oracle.f64(c)),
         (fprop, (x.data, w.data_t, on_device, x.scale_inv, w.scale_inv, bias), grouped.rows_product, (x64, w64), rows),
         (dgrad, (dy.data, w.data, on_device, dy.scale_inv, w.scale_inv), grouped.rows_product,
          (dy64, w64.transpose(0, 2, 1)), 0),
@@ -114,8 +118,9 @@ def test_gemms_against_fp64(sizes):
          (x64, dy64), 0),
     ]  # fmt: skip
     for spec, arrays, product, wide, added in cases:
-        call = primitives.grouped_wgrad if spec is wgrad else primitives.grouped_gemm
-        names = ("lhs_scale_inv", "rhs_scale_inv", "bias")
+        of_wgrad = isinstance(spec, GroupedWgradSpec)
+        call = primitives.grouped_wgrad if of_wgrad else primitives.grouped_gemm
+        names = ("lhs_scale_inv", "rhs_scale_inv", "c" if of_wgrad else "bias")
         handler = call(*arrays[:3], spec, **dict(zip(names, arrays[3:], strict=False)))
         want = product(*wide, sizes) + added
         magnitude = product(*map(np.abs, wide), sizes) + np.abs(added)
