@@ -30,6 +30,11 @@ class LanguageModel(nn.Module):
     recipe: te.Recipe | None = None
     dtype: Dtype = jnp.bfloat16
     remat: bool = False
+    tensor_axis: str | None = None
+    """Inside of ``shard_map`` over it the layers' linears are split over its devices, and tokens [B, T / devices] are
+    each device's own. Embedding and head are the same on all."""
+    overlap: str = "auto"
+    """Of the layers' collectives, as of ``te.ops.AllGather``."""
 
     @nn.compact
     def __call__(self, tokens: Array, *, deterministic: bool = True) -> Array:
@@ -41,6 +46,7 @@ class LanguageModel(nn.Module):
             variable_axes=dict.fromkeys(STACKED, 0),
             split_rngs={"params": True, "dropout": True},
             in_axes=nn.broadcast,
+            metadata_params={nn.PARTITION_NAME: None},
         )(**layer_config(self), name="layers")
         x, _ = layers(x, deterministic)
         head = te.flax.LayerNormDense(
@@ -57,6 +63,9 @@ def layer_config(model: LanguageModel) -> dict:
         "hidden_features": model.hidden_features or mlp_features(model.width),
         "recipe": model.recipe,
         "dtype": model.dtype,
+        "tensor_axis": model.tensor_axis,
+        "sequence_parallel": model.tensor_axis is not None,
+        "overlap": model.overlap,
     }
 
 

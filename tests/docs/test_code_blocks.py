@@ -50,6 +50,15 @@ def test_an_op_and_a_rule_from_outside_are_under_60_lines():
     assert {line for line in imported if "te_jax" in line} == public
 
 
+def test_collective():
+    page = run("docs/collective.md")
+    assert page["t"] == 4
+    x, w1, w2 = (np.asarray(page[name], np.float64) for name in ("x", "w1", "w2"))
+    want = np.asarray(jax.nn.gelu(x @ w1), np.float64) @ w2
+    assert np.linalg.norm(np.asarray(page["mlp_y"], np.float64) - want) < 0.06 * np.linalg.norm(want)
+    np.testing.assert_allclose(np.asarray(page["y"], np.float64), x @ w1, rtol=0.02, atol=0.02)
+
+
 def test_chains(capsys):
     run("docs/chains.md")
     printed = capsys.readouterr().out
