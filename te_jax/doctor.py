@@ -119,6 +119,20 @@ def _attention() -> Iterator[str]:
         yield f"{platform}: " + (f"XLA: {reason}" if reason else "cuDNN flash attention")
 
 
+def _collectives() -> Iterator[str]:
+    """docs/collective.md; which calls overlap is what a chain's plan says."""
+    x = _shape(4096, 4096, dtype=jnp.float8_e4m3fn)
+    operands = (x, x, *(_shape(dtype=jnp.float32),) * 2, _shape(2, dtype=jnp.int32))
+    for platform in _PLATFORMS:
+        reason = library.status(platform).reason or support.why_not(_COLLECTIVE, *operands, platform=platform)
+        if platform == "cuda" and not library.has_cuda_backend():
+            reason = reason or "this process has no CUDA backend"
+        yield f"{platform}: " + (f"the GEMM, then the collective: {reason}" if reason else "one call")
+    for channel in library.collective_channels():
+        mib = channel["arena_bytes"] / 2**20
+        yield f"cuda:{channel['device']}: rank {channel['rank']} of {channel['group']}: arena of {mib:.0f} MiB"
+
+
 def _offload() -> Iterator[str]:
     kinds = placement.memory_kinds()
     reason = placement.why_impossible()
@@ -148,6 +162,7 @@ def report() -> str:
     for platform in _PLATFORMS:
         sections[f"what runs on {platform} (sizes permitting: multiples of 16)"] = _custom_calls(platform)
     sections["attention (bfloat16 or float16, head_dim a multiple of 8 up to 128; otherwise XLA)"] = _attention()
+    sections["collective matmuls (docs/collective.md), and the memory that they hold in this process"] = _collectives()
     sections["activation offload (docs/offload.md)"] = _offload()
     sections["repeating bit for bit on CUDA (docs/numerics.md says what does; a CPU always does)"] = _determinism()
     sections["GEMM algorithms chosen by timing (none before a GEMM is run, but for those from a file)"] = _algorithms()

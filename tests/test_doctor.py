@@ -34,6 +34,15 @@ def test_every_primitive_runs_as_a_custom_call_on_cpu():
     assert section("what runs on cpu") == [f"{target.removeprefix('te_jax_')}: custom call" for target in TARGETS]
 
 
+def test_says_which_collective_matmuls_overlap(monkeypatch):
+    cpu, cuda = section("collective matmuls")
+    assert cpu == "cpu: one call"
+    assert cuda.startswith("cuda: the GEMM, then the collective: ")
+    channel = {"group": "tp=2: tp", "rank": 1, "device": 1, "arena_bytes": 100 << 20}
+    monkeypatch.setattr(library, "collective_channels", lambda: [channel])
+    assert section("collective matmuls")[2:] == ["cuda:1: rank 1 of tp=2: tp: arena of 100 MiB"]
+
+
 def test_names_a_primitive_it_has_no_sample_of(monkeypatch):
     samples = doctor._samples()
     del samples["scale_write"]

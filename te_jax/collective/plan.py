@@ -9,13 +9,16 @@ plain        the ops as they are: a GEMM, and a collective of XLA
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from te_jax.errors import check_value
+from te_jax.primitives import support
 from te_jax.primitives.collective_gemm import SMALLEST_MEASURED
-from te_jax.primitives.collective_schedule import MAX_RANKS, schedule
+from te_jax.primitives.collective_schedule import MAX_RANKS, arena_bytes, schedule, slot_bytes
 from te_jax.primitives.quantizing import ALIGNMENT
 from te_jax.primitives.spec import CollectiveGemmSpec
 
@@ -65,8 +68,12 @@ class Choice:
         return f"{self.path}: {self.reason}"
 
 
-def choose(product: Product, overlap: str = "auto") -> Choice:
-    """The way this product runs. ``overlap``: what the user asks for.
+def choose(product: Product, overlap: str = "auto", *, host: int | None = None) -> Choice:
+    """The way this product runs.
+
+    Args:
+      overlap: what the user asks for.
+      host: devices that reach each other's memory at most; None: all do.
 
     Raises:
       ValueError: not one of ``OVERLAPS``.
@@ -83,7 +90,27 @@ def choose(product: Product, overlap: str = "auto") -> Choice:
     gflop = f"{2e-9 * product.multiplications:.2g} GFLOP a device"
     if overlap == "auto" and product.multiplications < SMALLEST_MEASURED:
         return Choice("plain", f"{gflop}, overlap is known to pay from {2e-9 * SMALLEST_MEASURED:.2g}")
+    if host is not None and product.ranks > host:
+        return Choice("ring", f"{product.ranks} devices, of which {host} at most reach each other's memory")
     return Choice("overlapped", f"{product.schedule}; {gflop}" + (", asked for" if overlap == "overlapped" else ""))
+
+
+def platform_notes(calls: Sequence[tuple[CollectiveGemmSpec, Sequence[Any]]], platform: str) -> list[str]:
+    """What a platform makes of custom calls, by spec and operands' types: the memory they take, or why it has none."""
+    notes, slots = [], {}
+    for spec, operands in calls:
+        reason = support.why_not(spec, *operands, platform=platform)
+        if reason is not None:
+            notes.append(f"on {platform}: {spec.kind} runs as the GEMM and the collective: {reason}")
+        elif platform == "cuda":
+            slot = slot_bytes(spec, *operands[:2])
+            slots[spec.axis_name, spec.ranks] = max(slot, slots.get((spec.axis_name, spec.ranks), 0))
+    for (axis_name, ranks), slot in slots.items():
+        mib = arena_bytes(ranks, slot) / 2**20
+        notes.append(
+            f"on cuda: axis {axis_name!r} has an arena of {mib:.0f} MiB on each device, outside of jax's memory"
+        )
+    return list(dict.fromkeys(notes))
 
 
 def check_overlap(op: str, overlap: object) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +16,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import compat
+from te_jax.collective import plan as collective
 from te_jax.fusion.execute import backward_contexts, backward_step, forward_contexts, forward_step
 from te_jax.fusion.pattern import Step
 from te_jax.fusion.run import Run, read_scales, write_state
 from te_jax.ops import main_grad
 from te_jax.ops.base import LinkInfo
 from te_jax.primitives import TARGETS, library, support
+from te_jax.primitives.spec import Spec
 from te_jax.recipe import Recipe
 
 
@@ -28,7 +31,8 @@ from te_jax.recipe import Recipe
 class PlannedStep:
     """One step: the links it runs, what it does, the custom calls it makes, and what kept it from more.
 
-    ``computes``: False for a step that only hands values on.
+    ``computes``: False for a step that only hands values on. ``collectives``: (spec, types of operands) of its
+    collective matmuls, as platforms differ in what they make of them.
     """
 
     ops: tuple[str, ...]
@@ -37,6 +41,7 @@ class PlannedStep:
     writes_fp8: bool
     notes: tuple[str, ...]
     computes: bool = True
+    collectives: tuple[Any, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         without = "XLA" if self.computes else "nothing to compute"
@@ -107,7 +112,9 @@ Segment = tuple[Run, dict] | Foreign | Nested
 def make_plan(title: str, segments: list[Segment], *, train: bool, platform: str | None) -> FusionPlan:
     """The plan of a chain, from its runs (each with the avals of its arguments) and what stands between them."""
     forward, backward = _steps(segments, train)
-    return FusionPlan(title, tuple(forward), tuple(backward), _platform_note(platform))
+    calls = [call for step in (*forward, *backward) for call in step.collectives]
+    notes = [_platform_note(platform), *collective.platform_notes(calls, _name_of(platform))]
+    return FusionPlan(title, tuple(forward), tuple(backward), "\n".join(notes))
 
 
 def _steps(segments: list[Segment], train: bool) -> tuple[list[PlannedStep], list[PlannedStep]]:
@@ -210,7 +217,9 @@ def _count(run: Run, roles: tuple[str, ...]) -> int:
 
 def _trace(fn, *avals) -> tuple[_Traced, Any]:
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*avals)
-    return _Traced(tuple(_custom_calls(jaxpr.jaxpr)), computes=bool(jaxpr.jaxpr.eqns)), shapes
+    calls = list(_calls(jaxpr.jaxpr))
+    collectives = tuple(call for name, *call in calls if name == "te_jax_collective_gemm")
+    return _Traced(tuple(name for name, *_ in calls), bool(jaxpr.jaxpr.eqns), collectives), shapes
 
 
 class _Traced(NamedTuple):
@@ -218,23 +227,22 @@ class _Traced(NamedTuple):
 
     custom_calls: tuple[str, ...]
     computes: bool
+    collectives: tuple[Any, ...]
 
 
-def _custom_calls(jaxpr) -> list[str]:
-    """The te_jax primitives that a jaxpr binds, those of inner jaxprs included."""
-    calls = []
+def _calls(jaxpr) -> Iterator[tuple[str, Spec, list[Any]]]:
+    """(name, spec, types of operands) of te_jax's custom calls that a jaxpr binds, those of inner jaxprs included."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in TARGETS:
             operands = [v.aval for v in eqn.invars]
             if support.why_not(eqn.params["spec"], *operands) is None:
-                calls.append(eqn.primitive.name)
+                yield eqn.primitive.name, eqn.params["spec"], operands
             continue
         for param in eqn.params.values():
             for inner in param if isinstance(param, tuple | list) else (param,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    calls += _custom_calls(inner)
-    return calls
+                    yield from _calls(inner)
 
 
 def _planned(run: Run, step: Step, what: _Traced, value: Any, *, backward: bool) -> PlannedStep:
@@ -257,6 +265,7 @@ def _planned(run: Run, step: Step, what: _Traced, value: Any, *, backward: bool)
         writes_fp8,
         tuple(n for n in dict.fromkeys(notes) if n),
         what.computes,
+        what.collectives,
     )
 
 
@@ -283,9 +292,13 @@ def _with_counts(calls: tuple[str, ...]) -> str:
     return ", ".join(call if n == 1 else f"{n} {call}" for call, n in counts.items())
 
 
-def _platform_note(platform: str | None) -> str:
+def _name_of(platform: str | None) -> str:
     platform = platform or jax.default_backend()
-    platform = {"gpu": "cuda"}.get(platform, platform)
+    return {"gpu": "cuda"}.get(platform, platform)
+
+
+def _platform_note(platform: str | None) -> str:
+    platform = _name_of(platform)
     if platform not in ("cpu", "cuda"):
         return f"on {platform}: no custom calls, the jnp reference runs instead"
     status = library.status(platform)

@@ -6,8 +6,10 @@ split is part of an array's type. Manual: inside ``shard_map``, code sees one de
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
+import functools
 
 import jax
 from jax.sharding import AxisType
@@ -85,6 +87,18 @@ def named_axis(caller: str, name: str, *arrays) -> NamedAxis | None:
     kind = mesh.axis_types[place]
     mixed = kind == AxisType.Manual and bool(here.explicit or here.auto)
     return NamedAxis(kind, mesh.axis_sizes[place], mixed)
+
+
+@functools.cache
+def devices_of_a_host() -> int | None:
+    """How many devices reach each other's memory at most; None in a program of one process, where all do.
+
+    An axis of more spans hosts. GPUs do within a host, whatever their processes, CPU devices within a process.
+    """
+    if jax.process_count() == 1:
+        return None
+    hosts = (d.process_index if d.platform == "cpu" else getattr(d, "slice_index", None) for d in jax.devices())
+    return max(collections.Counter(hosts).values())
 
 
 def manual_axes() -> tuple[str, ...]:

@@ -110,6 +110,16 @@ def cublaslt_status() -> Mapping[str, Any]:
     return module.cublaslt_status()
 
 
+def collective_channels() -> list[Mapping[str, Any]]:
+    """The groups of devices that collective matmuls have connected in this process, one entry for each device in each.
+
+    Returns:
+      ``group`` (the mesh and the axis), ``rank``, ``device``, ``arena_bytes``; [] without a CUDA device.
+    """
+    module = _load("cuda")[1] if has_cuda_backend() else None
+    return [] if module is None else module.collective_channels()
+
+
 @functools.cache
 def has_cuda_backend() -> bool:
     """Whether jax has a CUDA device in this process. Initialises jax's backends."""

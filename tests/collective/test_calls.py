@@ -1,6 +1,11 @@
 """te.collective in every mesh regime: values and gradients against NumPy in fp64, what is compiled, and errors."""
 
 import functools
+import os
+import pathlib
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import te_jax as te
 from te_jax.collective import plan
+from te_jax.parallel import mesh as mesh_lib
 from te_jax.testing import cases, hlo, tolerance
 
 P = PartitionSpec
@@ -192,6 +198,32 @@ def product(**changes):
 )
 def test_choices(changes, overlap, want):
     assert str(plan.choose(product(**changes), overlap)) == want
+
+
+def test_devices_that_do_not_reach_each_other_take_the_ring():
+    want = "ring: 2 devices, of which 1 at most reach each other's memory"
+    assert str(plan.choose(product(), host=1)) == want
+    assert plan.choose(product(), host=2).path == "overlapped"
+    assert mesh_lib.devices_of_a_host() is None
+
+
+def test_two_processes():
+    """CPU devices of two processes: the ring, forward and backward."""
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        port = one.getsockname()[1]
+    program = pathlib.Path(__file__).with_name("two_processes.py")
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, str(program), str(port)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    both = [subprocess.Popen([*command, str(i)], env=environment, **pipes) for i in range(2)]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], "\n\n".join(outputs)
+    assert all(output.rstrip().endswith("done") for output in outputs), outputs
 
 
 # Errors

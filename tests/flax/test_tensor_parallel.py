@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import te_jax as te
+from te_jax.primitives.collective_schedule import arena_bytes
 
 P = PartitionSpec
 DATA, RANKS = 2, 4
@@ -115,17 +116,29 @@ def test_dense(make, x_spec, y_spec):
 
 def test_the_plan_of_a_layer():
     layer = te.flax.TransformerLayer(
-        32, 16384, head_dim=128, recipe=te.CurrentScaling(), tensor_axis="tp", sequence_parallel=True
+        32,
+        16384,
+        head_dim=128,
+        recipe=te.CurrentScaling(),
+        dtype=jnp.bfloat16,
+        tensor_axis="tp",
+        sequence_parallel=True,
     )
     plans = []
 
     def shard(x):
-        plans.append(layer.plan(x))
+        plans.extend(layer.plan(x, platform=platform) for platform in ("cpu", "cuda"))
         return x
 
     x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
     program = jax.shard_map(shard, mesh=make_mesh(), in_specs=P("tp"), out_specs=P("tp"))
     jax.jit(program).trace(x)
+    for name, plan in plans[0].items():
+        assert plan == plans[1][name]
+        assert "runs as the GEMM and the collective" not in str(plan)
+        assert "arena" not in str(plan)
+    arena = arena_bytes(RANKS, 2048 * 4096 * 2) >> 20  # a device's rows of sums in bfloat16
+    assert f"axis 'tp' has an arena of {arena} MiB on each device" in str(plans[1]["mlp"])
     text = str(plans[0])
     for step in ("all-gather+linear", "linear+reduce-scatter", "dgrad+reduce-scatter, wgrad", "all-gather+dgrad"):
         assert text.count(f": {step}") == 2, (step, text)

@@ -106,8 +106,10 @@ def compare(rule, kinds, backward, recipe, ranks):
     params |= {name: {"scale": jnp.ones(features[0])} for name in param_specs if name.startswith("op_")}
     variables, specs = {"params": params}, {"params": param_specs}
     if recipe is not None and recipe.stateful:
-        state = {te.state.COLLECTION: {"fp8_0": te.state.init(3, recipe)}}
-        variables, specs = variables | state, specs | jax.tree.map(lambda _: P(), state)
+        # Of a linear of any size: its name is the module's, its leaves are three quantizers'.
+        module = make_module(rule, kinds, backward, recipe, "plain")
+        fp8 = te.state.split(module.init(keys[5], jnp.ones((16, 16), BF16)))[1]
+        variables, specs = te.state.merge(variables, fp8), te.state.merge(specs, jax.tree.map(lambda _: P(), fp8))
     plans = {}
 
     def shard(variables, x, weights):

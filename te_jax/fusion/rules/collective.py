@@ -32,6 +32,7 @@ from te_jax.ops.collective import AllGather, AllReduce, Collective, ReduceScatte
 from te_jax.ops.linear import BasicLinear
 from te_jax.ops.norm import NORMS
 from te_jax.ops.residual import MakeExtraOutput
+from te_jax.parallel import mesh
 from te_jax.quant.tensor import QTensor
 from te_jax.recipe import BlockScaling
 
@@ -74,7 +75,7 @@ def _choice(collective: LinkInfo, info: LinkInfo, kind: str, *, backward: bool) 
         dtype="float8_e4m3fn" if info.quantized else jnp.dtype(info.x_type.dtype).name,
         out_dtype=linear.gemm_dtype(info.x_type.dtype) if info.quantized else jnp.dtype(info.x_type.dtype).name,
     )
-    return choose(product, op.overlap)
+    return choose(product, op.overlap, host=mesh.devices_of_a_host())
 
 
 def _dimension(op: Collective, info: LinkInfo) -> int:
