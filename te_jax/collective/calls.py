@@ -158,7 +158,7 @@ class _Options:
         run = Run(tuple(links), self.recipe, FORWARD_RULES, BACKWARD_RULES, wiring)
         params = {_SCOPE: {"kernel": kernel} | ({} if bias is None else {"bias": bias})}
         nothing = (None,) * len(chain)
-        y, _, _ = execute(run, params, {} if state is None else {SHARED: dict(state)}, nothing, nothing, x, ())
+        y, _, _ = execute(run, params, {} if state is None else {SHARED: dict(state)}, nothing, nothing, x, (), {})
         return y if self.out_dtype is None else y.astype(self.out_dtype)
 
     def _outside(self, x: Array, kernel: Array, bias: Array | None, state: State | None) -> Array:
