@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import math
 from collections.abc import Callable, Generator
 from typing import Any
@@ -238,8 +239,12 @@ class RunVariables(nn.Module, kw_only=True):
                 main_grad.found_none(f"{where}/{scope}/kernel".replace("//", "/"))
                 continue
             name = f"{where}: {MAIN_GRAD}/{scope}/kernel".replace("//", "/")
-            buffer.check(name, params[scope]["kernel"])
             shared, used = scopes.count(scope) > 1, not buffer.first_use()
+            kernel = params[scope]["kernel"]
+            kept = self._kept_shape(scope)
+            buffer.check(name, TensorType(kept, kernel.dtype))
+            if kept != kernel.shape:
+                buffer = dataclasses.replace(buffer, buffer=buffer.buffer.reshape(kernel.shape))
             if buffer.mode == "try" and shared:
                 continue
             expected = "one use in a differentiated call, as two would add what was in it twice: leave shared kernels, "
@@ -248,6 +253,12 @@ class RunVariables(nn.Module, kw_only=True):
             check_value(ok, name, "main_grad", expected, "a second one")
             buffers[scope] = buffer
         return buffers
+
+    @nn.nowrap
+    def _kept_shape(self, scope: str) -> tuple[int, ...]:
+        """The shape in which a scope's kernel is kept (``ParamSpec.kept``)."""
+        kept: Any = self.get_variable("params", scope)["kernel"] if scope else self.get_variable("params", "kernel")
+        return jnp.shape(getattr(kept, "value", kept))  # the value of a box
 
     @nn.nowrap
     def _main_grad(self, scope: str) -> MainGrad | None:

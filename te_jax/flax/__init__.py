@@ -2,6 +2,7 @@
 
 from te_jax.flax.attention import MultiHeadAttention
 from te_jax.flax.dense import Dense, DenseGeneral, LayerNormDense
+from te_jax.flax.fused_projections import join_projections, split_projections
 from te_jax.flax.grouped import GroupedDense
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.rotary import apply_rotary
@@ -20,4 +21,6 @@ __all__ = [
     "TrainState",
     "TransformerLayer",
     "apply_rotary",
+    "join_projections",
+    "split_projections",
 ]

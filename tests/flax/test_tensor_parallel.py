@@ -1,14 +1,18 @@
 """Modules whose linears are split over devices, against the same on one device: values, gradients, FP8 state."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import te_jax as te
 from te_jax.primitives.collective_schedule import arena_bytes
+from te_jax.testing.compare import assert_trees_identical
 
 P = PartitionSpec
 DATA, RANKS = 2, 4
@@ -88,6 +92,45 @@ def test_transformer_layer():
         "mlp/fc2/kernel": ((128, 64), P("tp", None)),
         "mlp/mlp_norm/scale": ((64,), P()),
     }
+
+
+@pytest.mark.parametrize("activation", ["geglu", "gelu"])
+def test_parameters_of_fused_projections_there_and_back(activation):
+    """Stacked over layers, and an optimizer's state; the modules compute the same with them."""
+    options = {"num_kv_heads": 2, "activation": activation, "use_bias": True}
+    heads = {"num_heads": 4, "num_kv_heads": 2, "activation": activation}
+    plain = te.flax.TransformerLayer(4, 48, bias_init=nn.initializers.normal(1.0), **options)
+    split = te.flax.TransformerLayer(4, 48, tensor_axis="tp", **options)
+    x = jax.random.normal(jax.random.key(0), (2, 6, 32))
+    params = plain.init(jax.random.key(1), x)["params"]
+    made = te.flax.split_projections(params, **heads)
+    wanted = nn.unbox(jax.eval_shape(split.init, jax.random.key(1), x))["params"]
+    assert jax.tree.map(lambda a: a.shape, made) == jax.tree.map(lambda a: a.shape, wanted)
+    np.testing.assert_array_equal(split.apply({"params": made}, x), plain.apply({"params": params}, x))
+    state = optax.adam(1e-3).init(jax.tree.map(lambda a: jnp.stack([a, 2 * a]), params))
+    there = te.flax.split_projections(state, **heads)
+    assert there[0].mu["attn"]["qkv"]["qkv_linear"]["kernel"].shape == (2, 32, 2, 4, 8)
+    for tree, back in ((params, made), (state, there)):
+        assert_trees_identical(te.flax.join_projections(back, **heads), tree)
+    with pytest.raises(ValueError, match=r"attn/qkv/qkv_linear/bias: expected \[..., 2, 4, head_dim\]"):
+        te.flax.join_projections(params, **heads)
+
+
+def test_main_gradients_have_the_shapes_of_kept_parameters():
+    module = te.flax.LayerNormMLP(32, 48, tensor_axis="tp", recipe=te.CurrentScaling())
+    x = jax.random.normal(jax.random.key(0), (64, 32))
+    variables = nn.unbox(module.init(jax.random.key(1), x))
+
+    def loss(variables, batch):
+        return jnp.mean(module.apply(variables, batch) ** 2)
+
+    def gradients_of(main_grad):
+        step = functools.partial(te.accumulate_gradients, loss, num_microbatches=4, main_grad=main_grad)
+        return jax.jit(step)(variables, x)[1]
+
+    got, want = gradients_of(True), gradients_of(False)
+    assert got["params"]["fc1"]["kernel"].shape == (32, 2, 48)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
 
 
 def test_mlp_with_x_on_all_devices():
