@@ -13,16 +13,19 @@ from jax.sharding import AxisType, PartitionSpec
 
 from te_jax import compat, ops
 from te_jax.collective.plan import check_overlap
+from te_jax.collective.run import Along
 from te_jax.errors import check_type, check_value
 from te_jax.fusion.execute import execute
 from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
-from te_jax.fusion.run import SHARED, Run, Wiring
-from te_jax.ops.base import LinkInfo, Op, TensorType
+from te_jax.fusion.run import SHARED, Run, Wiring, read_scales
+from te_jax.ops import collective_linear
+from te_jax.ops.base import ForwardContext, LinkInfo, Op, TensorType
 from te_jax.parallel import mesh as mesh_lib
 from te_jax.quant.state import LEAVES
-from te_jax.recipe import Recipe
+from te_jax.recipe import BlockScaling, Recipe
 
 _SCOPE = "linear"
+_FP8 = tuple(jnp.dtype(dtype) for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2))
 _DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
 
 State = Mapping[str, Array]
@@ -37,6 +40,7 @@ def all_gather_matmul(
     recipe: Recipe | None = None,
     state: State | None = None,
     out_dtype: Any = None,
+    out_scale: Array | None = None,
     dimension: int = -2,
     keep_gathered: bool = True,
     overlap: str = "auto",
@@ -58,7 +62,10 @@ def all_gather_matmul(
       recipe: of FP8; None: multiplied as they are.
       state: with ``DelayedScaling`` only: ``te.state.init(3, recipe)``, of x, kernel and dy. Its "gradient" is its next
         value.
-      out_dtype: of y, to which it is cast; default: x's.
+      out_dtype: of y, to which it is cast; default: x's. An FP8 one, float8_e4m3fn unless the recipe has x or kernel in
+        e5m2, is for a recipe of scales for whole tensors, and not differentiable; y is then multiplied by
+        ``out_scale``, the same on all devices, and rounded once.
+      out_scale: f32[], with an FP8 ``out_dtype`` only.
       dimension: of x, that is gathered; not the last.
       keep_gathered: gathered x is kept for the gradient of kernel; False keeps x and gathers again.
       overlap: "auto", "overlapped", "ring" or "plain", as for ``te.ops.AllGather``.
@@ -70,7 +77,7 @@ def all_gather_matmul(
     """
     op = ops.AllGather(axis_name, dimension=dimension, overlap=overlap, keep_gathered=keep_gathered)
     options = _Options("all_gather_matmul", op, recipe, out_dtype, mesh, x_spec)
-    return options.call(x, kernel, bias, state)
+    return options.call(x, kernel, bias, state, out_scale)
 
 
 def matmul_reduce_scatter(
@@ -82,6 +89,7 @@ def matmul_reduce_scatter(
     recipe: Recipe | None = None,
     state: State | None = None,
     out_dtype: Any = None,
+    out_scale: Array | None = None,
     dimension: int = -2,
     overlap: str = "auto",
     mesh: jax.sharding.Mesh | None = None,
@@ -100,7 +108,7 @@ def matmul_reduce_scatter(
     """
     op = ops.ReduceScatter(axis_name, dimension=dimension, overlap=overlap)
     options = _Options("matmul_reduce_scatter", op, recipe, out_dtype, mesh, x_spec)
-    return options.call(x, kernel, bias, state)
+    return options.call(x, kernel, bias, state, out_scale)
 
 
 class _Options:
@@ -113,15 +121,29 @@ class _Options:
         check_type(ok, self.name, "recipe", "None or a recipe object, such as CurrentScaling()", repr(recipe))
         check_overlap(self.name, op.overlap)
         self.out_dtype = None if out_dtype is None else jnp.dtype(out_dtype)
-        names = ", ".join(dtype.name for dtype in _DTYPES)
-        check_type(self.out_dtype in (None, *_DTYPES), self.name, "out_dtype", names, out_dtype)
+        names = ", ".join(dtype.name for dtype in (*_DTYPES, *_FP8))
+        check_type(self.out_dtype in (None, *_DTYPES, *_FP8), self.name, "out_dtype", names, out_dtype)
+        ok = not self.fp8 or (recipe is not None and not isinstance(recipe, BlockScaling))
+        check_value(ok, self.name, "out_dtype", "FP8 with DelayedScaling or CurrentScaling only", self.out_dtype)
 
-    def call(self, x: Array, kernel: Array, bias: Array | None, state: State | None) -> Array:
+    @property
+    def fp8(self) -> bool:
+        return self.out_dtype in _FP8
+
+    def call(
+        self, x: Array, kernel: Array, bias: Array | None, state: State | None, out_scale: Array | None = None
+    ) -> Array:
         self._check(x, kernel, bias, state)
+        if self.fp8:
+            check_value(out_scale is not None, self.name, "out_scale", "float32[] with an FP8 out_dtype", None)
+            out_scale = jnp.asarray(out_scale, jnp.float32)
+            check_value(out_scale.shape == (), self.name, "out_scale", "shape ()", out_scale.shape)
+        else:
+            check_value(out_scale is None, self.name, "out_scale", "None without an FP8 out_dtype", out_scale)
         axis = mesh_lib.named_axis(self.name, self.op.axis_name, x)
         if axis is None or self.mesh is not None or axis.kind != AxisType.Manual:
-            return self._outside(x, kernel, bias, state)
-        return self._local(x, kernel, bias, state)
+            return self._outside(x, kernel, bias, state, out_scale)
+        return self._local(x, kernel, bias, state, out_scale)
 
     def _check(self, x: Array, kernel: Array, bias: Array | None, state: State | None) -> None:
         names = ", ".join(dtype.name for dtype in _DTYPES)
@@ -142,7 +164,9 @@ class _Options:
         got = "None" if state is None else sorted(state)
         check_value(got == (sorted(LEAVES) if stateful else "None"), self.name, "state", expected, got)
 
-    def _local(self, x: Array, kernel: Array, bias: Array | None, state: State | None) -> Array:
+    def _local(
+        self, x: Array, kernel: Array, bias: Array | None, state: State | None, out_scale: Array | None = None
+    ) -> Array:
         """On one device's parts."""
         linear = (ops.BasicLinear(kernel.shape[1]),)
         chain: list[Op] = [self.op, *linear] if self.gathers else [*linear, self.op]
@@ -157,11 +181,28 @@ class _Options:
         wiring = Wiring(((),) * len(chain), ())
         run = Run(tuple(links), self.recipe, FORWARD_RULES, BACKWARD_RULES, wiring)
         params = {_SCOPE: {"kernel": kernel} | ({} if bias is None else {"bias": bias})}
+        run_state = {} if state is None else {SHARED: dict(state)}
+        if out_scale is not None:
+            return self._fp8_result(run, params, run_state, x, out_scale)
         nothing = (None,) * len(chain)
-        y, _, _ = execute(run, params, {} if state is None else {SHARED: dict(state)}, nothing, nothing, x, (), {})
+        y, _, _ = execute(run, params, run_state, nothing, nothing, x, (), {})
         return y if self.out_dtype is None else y.astype(self.out_dtype)
 
-    def _outside(self, x: Array, kernel: Array, bias: Array | None, state: State | None) -> Array:
+    def _fp8_result(self, run: Run, params: Any, state: Any, x: Array, out_scale: Array) -> Array:
+        """Of one device: the product by itself, as no op has a result in FP8."""
+        number = 1 if self.gathers else 0
+        info = run.links[number]
+        check_value(info.quantized, self.name, "out_dtype", "FP8 of sizes that can be quantized", info.why_unquantized)
+        axis = self.op.mesh_axis()
+        assert axis is not None
+        along = Along(self.op.axis_name, axis.size, self.op.dimension % x.ndim, always=self.op.overlap == "overlapped")
+        context = ForwardContext(info, params[_SCOPE], train=False, scales=read_scales(run, state)[number])
+        bias = params[_SCOPE].get("bias")
+        return collective_linear.fp8_result(context, x, along, bias, self.out_dtype, out_scale, gathers=self.gathers)
+
+    def _outside(
+        self, x: Array, kernel: Array, bias: Array | None, state: State | None, out_scale: Array | None
+    ) -> Array:
         """On whole arrays: ``shard_map`` over all axes of their mesh, with the splits that x's type or spec shows."""
         mesh, spec = self._mesh_and_spec(x)
         axis, dimension = self.op.axis_name, self.op.dimension % x.ndim
@@ -177,8 +218,9 @@ class _Options:
         kernel_spec, bias_spec = (
             (PartitionSpec(None, axis), PartitionSpec(axis)) if self.gathers else (PartitionSpec(axis), PartitionSpec())
         )
-        operands = {"x": x, "kernel": kernel, "bias": bias, "state": state}
-        specs = {"x": _spec(x_names), "kernel": kernel_spec, "bias": bias_spec, "state": PartitionSpec()}
+        operands = {"x": x, "kernel": kernel, "bias": bias, "state": state, "out_scale": out_scale}
+        specs = {"x": _spec(x_names), "kernel": kernel_spec, "bias": bias_spec}
+        specs |= {"state": PartitionSpec(), "out_scale": PartitionSpec()}
         given = {name: value for name, value in operands.items() if value is not None}
         in_specs = {name: specs[name] for name in given}
         if mesh_lib.regime(x).explicit:

@@ -156,6 +156,30 @@ def scatter_backward(
     return out.out.astype(dtype)
 
 
+def fp8_result(
+    ctx: ForwardContext, x: Array, along: Along, bias: Array | None, out_dtype: Any, out_scale: Array, *, gathers: bool
+) -> Array:
+    """y times ``out_scale`` in FP8, rounded once, of a quantized linear behind a gather or before a scatter.
+
+    Nothing is saved, and a bias is added in bfloat16, as the GEMM's epilogue takes it.
+    """
+    x_q = _quantize_part(ctx, "x", x, along)[0]
+    kernel_q = linear.quantized_kernel(ctx)
+    fast = ctx.info.quantizing_recipe.fast_accumulation("fprop")
+    kind = "all_gather_matmul" if gathers else "matmul_reduce_scatter"
+    return run(
+        along,
+        required(x_q.data, ctx.info.label, "x.data"),
+        required(kernel_q.data_t, ctx.info.label, "kernel.data_t"),
+        out_dtype=jnp.dtype(out_dtype).name,
+        fields={"kind": kind, "fast_accumulation": fast},
+        lhs_scale_inv=x_q.scale_inv,
+        rhs_scale_inv=kernel_q.data_t_scale_inv,
+        out_scale=out_scale,
+        **_bias(bias, jnp.bfloat16),
+    ).out
+
+
 def _dgrad(ctx: BackwardContext, dy_q: QTensor, along: Along, fields: dict[str, Any]) -> primitives.CollectiveGemmOut:
     _, _, kernel_data, kernel_scale_inv = ctx.saved
     return run(

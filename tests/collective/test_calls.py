@@ -16,7 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import te_jax as te
 from te_jax.collective import plan
 from te_jax.parallel import mesh as mesh_lib
-from te_jax.testing import cases, hlo, tolerance
+from te_jax.testing import cases, hlo, oracle, tolerance
+from te_jax.testing.compare import assert_within
 
 P = PartitionSpec
 DEVICES = 8
@@ -154,6 +155,35 @@ def test_bfloat16_rounds_partial_sums_once():
     np.testing.assert_array_equal(*(np.asarray(y) for y in results))
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_a_result_in_fp8(call):
+    """Times a scale that saturates some of it, rounded once; of what is scattered, partial sums are in bfloat16."""
+    function, *in_specs, y_spec = CALLS[call]
+    data = operands(call, 4)
+    x, kernel, bias = (jnp.asarray(data[name]) for name in NAMES[:3])
+
+    def shard(x, kernel, bias):
+        for name, recipe in RECIPES.items():
+            if name in ("delayed", "current"):
+                state = te.state.init(3, recipe) if recipe.stateful else None
+                options = {"recipe": recipe, "state": state, "out_dtype": jnp.float8_e4m3fn, "out_scale": 0.25}
+                yield function(x, kernel, "tp", bias=bias, overlap="overlapped", **options)
+
+    mapped = jax.shard_map(
+        lambda *args: list(shard(*args)), mesh=make_mesh(4), in_specs=tuple(in_specs), out_specs=[y_spec] * 2
+    )
+    for y in jax.jit(mapped)(x, kernel, bias):
+        assert y.dtype == jnp.float8_e4m3fn
+        want = exact(call, 4)["y"]
+        if call == "ag":
+            np.testing.assert_array_equal(oracle.codes(y), oracle.cast(want, 0.25, "e4m3"))
+            continue
+        parts = np.split(data["x"].astype(np.float64), 4, -1), np.split(data["kernel"].astype(np.float64), 4)
+        travelled = sum(np.abs(a @ b) for a, b in zip(*parts, strict=True)) * tolerance.unit_roundoff(jnp.bfloat16)
+        want = np.clip(want, -4 * 448.0, 4 * 448.0)
+        assert_within(4 * oracle.f64(y), want, travelled + tolerance.quantization_error(want + travelled, "e4m3", 0.25))
+
+
 def test_time_first_arrays():
     """x [T, B, K], its first dimension gathered or scattered."""
     mesh, data = make_mesh(4), operands("ag", 4)
@@ -248,6 +278,8 @@ def in_shard_map(call="rs", **options):
         (lambda: in_shard_map(recipe=te.DelayedScaling()), ValueError, "state: expected the leaves of te.state.init"),
         (lambda: in_shard_map(state={}), ValueError, "state: expected None: the recipe keeps no state"),
         (lambda: in_shard_map(out_dtype=jnp.int32), TypeError, "out_dtype: expected bfloat16, float16, float32"),
+        (lambda: in_shard_map(out_dtype=jnp.float8_e5m2), ValueError, "out_dtype: expected FP8 with DelayedScaling"),
+        (lambda: in_shard_map(out_scale=2.0), ValueError, "out_scale: expected None without an FP8 out_dtype"),
         (lambda: in_shard_map(kernel=jnp.ones((32, 16), jnp.int8)), TypeError, "kernel: expected an array of bfloat16"),
         (lambda: in_shard_map(), ValueError, r"x: expected a multiple of 4 \(axis 'tp'\) in dimension 1"),
         (
