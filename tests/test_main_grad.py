@@ -44,7 +44,9 @@ def loss_of(module):
 
 
 def accumulated(loss, variables, batch, n=N, **kwargs):
-    return jax.jit(functools.partial(te.accumulate_gradients, loss, num_microbatches=n, **kwargs))(variables, batch)
+    return te.remat.jit(functools.partial(te.accumulate_gradients, loss, num_microbatches=n, **kwargs))(
+        variables, batch
+    )
 
 
 def quiet(fn, *args, **kwargs):
@@ -261,7 +263,7 @@ def test_kinds_of_models(kind):
     assert_trees_identical(te.state.split(got)[1], te.state.split(want)[1])
     if kind == "offload":
         step = functools.partial(te.accumulate_gradients, loss_of(module), num_microbatches=N, main_grad=True)
-        text = jax.jit(step).trace(variables, batch).lower(lowering_platforms=("cuda",)).as_text()
+        text = te.remat.jit(step).trace(variables, batch).lower(lowering_platforms=("cuda",)).as_text()
         placed = [line for line in text.splitlines() if "annotate_device_placement" in line]
         assert sum("pinned_host" in line for line in placed) == 4  # two tensors, in the first microbatch and in others
         assert not any("f32" in line for line in placed)  # the buffers stay
