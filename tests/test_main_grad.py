@@ -424,6 +424,41 @@ def test_data_and_tensor_parallel(regime, recipe):
     assert_trees_identical(te.state.split(got)[1], te.state.split(want)[1])
 
 
+def test_windows_with_a_collective():
+    """Kernels split over an axis: every device's wgrad adds to its part of the buffer."""
+    chain = [
+        ops.AllGather("model"),
+        ops.Linear(WIDTH, use_bias=False),
+        ops.GELU(),
+        ops.Linear(WIDTH, use_bias=False),
+        ops.ReduceScatter("model"),
+    ]
+    module = te.Sequential(chain, recipe=te.CurrentScaling(power_of_two=True), **BF16)
+    kernels = jax.random.normal(jax.random.key(2), (2, 2 * WIDTH, WIDTH)) / 8
+    (x, y), specs = data(), (P(None, "model"), P("model"))
+
+    def step(first, second, batch, *, main_grad):
+        variables = {"params": {"ops_1": {"kernel": first}, "ops_3": {"kernel": second}}}
+
+        def loss(variables, batch):
+            return jax.lax.psum(loss_of(module)(variables, batch), "model")
+
+        _, grads = te.accumulate_gradients(loss, variables, batch, num_microbatches=2, main_grad=main_grad)
+        return grads["params"]["ops_1"]["kernel"], grads["params"]["ops_3"]["kernel"]
+
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    results = []
+    for main_grad in (False, True):
+        local = functools.partial(step, main_grad=main_grad)
+        sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(*specs, P("model")), out_specs=specs))
+        arrays = (kernels[0].T, kernels[1], (x, y))
+        results.append(sharded(*arrays))
+    text = sharded.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    in_place = [line for line in text.splitlines() if "@te_jax_gemm" in line and "in_place = true" in line]
+    assert len(in_place) == 2
+    assert_equal_but_for_order(results[1], results[0])
+
+
 def test_buffers_of_each_shard():
     """Buffers that vary over the data axis: nothing is summed before it is added, the GEMM adds; then one sum."""
     module, batch = te.flax.Dense(WIDTH, use_bias=False, recipe=te.CurrentScaling(), **BF16), data()
