@@ -65,16 +65,95 @@ class Places {
   Arena& arena_;
 };
 
-}  // namespace
+size_t RoundUp(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-DType TravellingDType(const GemmArgs& gemm) { return IsFP8(gemm.out_dtype) ? DType::kBF16 : gemm.out_dtype; }
+bool InBlocks(const CollectiveGemm& call) { return call.gemm.lhs_scaling != Scaling::kTensor; }
 
-size_t SlotBytes(const CollectiveGemm& call) {
+size_t DataBytes(const CollectiveGemm& call) {
   const GemmArgs& gemm = call.gemm;
   const int64_t row = call.problem.collective == Collective::kAllGatherMatmul
                           ? gemm.k * SizeOf(gemm.lhs_dtype)
                           : gemm.n * SizeOf(TravellingDType(gemm));
   return static_cast<size_t>(call.problem.block_rows * row);
+}
+
+// [k blocks, rows], of a block or of a piece.
+size_t ScaleBytes(const CollectiveGemm& call, int64_t rows) {
+  return static_cast<size_t>(NumBlocks(call.gemm.k) * rows) * sizeof(float);
+}
+
+// The scales of the rows of a kMultiply step.
+const float* BlockScalesOf(const CollectiveGemm& call, int rank, const Step& step, Arena& arena) {
+  if (call.problem.collective == Collective::kAllGatherMatmul) {
+    if (step.from.place == Place::kOperand) return call.gemm.lhs_scale_inv;
+    return reinterpret_cast<float*>(arena.Slot(rank, step.from.block, step.from.parity) + RoundUp(DataBytes(call)));
+  }
+  // Scratch behind what is on its way, or behind the own partial result.
+  const bool travels = step.to.place == Place::kSlot || step.to.place == Place::kStaging;
+  const auto partial = static_cast<size_t>(call.problem.block_rows * call.gemm.n) * sizeof(float);
+  char* scratch = travels ? arena.Staging(step.from.block) + RoundUp(DataBytes(call)) : arena.Partial() + RoundUp(partial);
+  return reinterpret_cast<float*>(scratch + ScaleBytes(call, step.from.rows.begin));
+}
+
+// The scale of a block, to a peer or to the gathered ones.
+Transfer ScaleTransfer(const CollectiveGemm& call, int rank, const Step& step, Arena& arena) {
+  const float* own = call.gemm.lhs_scale_inv;
+  if (step.action == Action::kPush) return {arena.SlotScale(step.to.owner, rank, step.to.parity), own, sizeof(float)};
+  const int source = step.from.block;
+  const bool arrived = step.from.place == Place::kSlot;
+  return {call.kept_scale_inv + source, arrived ? arena.SlotScale(rank, source, step.from.parity) : own, sizeof(float)};
+}
+
+// The same of the scales of its blocks of 128, [k blocks, rows]: all of them, or some of the columns of the gathered ones.
+Transfer BlockScaleTransfer(const CollectiveGemm& call, int rank, const Step& step, Arena& arena) {
+  const int64_t rows = call.problem.block_rows;
+  Transfer copy;
+  copy.from = BlockScalesOf(call, rank, step, arena);
+  copy.bytes = ScaleBytes(call, rows);
+  if (step.action == Action::kPush) {
+    copy.to = arena.Slot(step.to.owner, rank, step.to.parity) + RoundUp(DataBytes(call));
+    return copy;
+  }
+  copy.to = call.kept_scale_inv + step.from.block * rows;
+  copy.rows = static_cast<size_t>(NumBlocks(call.gemm.k));
+  copy.bytes = copy.from_pitch = static_cast<size_t>(rows) * sizeof(float);
+  copy.to_pitch = copy.bytes * static_cast<size_t>(call.problem.ranks);
+  return copy;
+}
+
+}  // namespace
+
+std::optional<std::string> WhyNot(const CollectiveGemm& call) {
+  if (auto why = WhyNot(call.problem)) return why;
+  if (!InBlocks(call)) return std::nullopt;
+  if (call.gemm.lhs_scaling != Scaling::kBlock1x128) return "lhs_scaling: expected block_1x128, got block_128x128";
+  if (call.batch != 1) return "lhs: expected no batch dimension in blocks, got a batch of " + std::to_string(call.batch);
+  const bool gathers = call.problem.collective == Collective::kAllGatherMatmul;
+  if (gathers && call.problem.chunks != 1) return "chunks: expected 1 for all_gather_matmul in blocks";
+  if (call.problem.block_rows % 8 != 0 || call.problem.granularity % 8 != 0) {
+    return "rows of a rank's block: expected a multiple of 8 in blocks, got " + std::to_string(call.problem.block_rows);
+  }
+  return std::nullopt;
+}
+
+DType TravellingDType(const GemmArgs& gemm) { return IsFP8(gemm.out_dtype) ? DType::kBF16 : gemm.out_dtype; }
+
+size_t SlotBytes(const CollectiveGemm& call) {
+  if (!InBlocks(call)) return DataBytes(call);
+  return RoundUp(DataBytes(call)) + ScaleBytes(call, call.problem.block_rows);
+}
+
+std::optional<Transfer> ScalesOf(const CollectiveGemm& call, const Step& step, Arena& arena) {
+  if (!InBlocks(call) || call.problem.collective == Collective::kAllGatherMatmul) return std::nullopt;
+  const int64_t rows = step.from.rows.end - step.from.rows.begin;
+  const int64_t first = step.from.block * call.problem.block_rows + step.from.rows.begin;
+  Transfer copy;
+  copy.to = const_cast<float*>(BlockScalesOf(call, step.from.owner, step, arena));
+  copy.from = call.gemm.lhs_scale_inv + first;
+  copy.bytes = copy.to_pitch = static_cast<size_t>(rows) * sizeof(float);
+  copy.from_pitch = static_cast<size_t>(call.gemm.m) * sizeof(float);
+  copy.rows = static_cast<size_t>(NumBlocks(call.gemm.k));
+  return copy;
 }
 
 std::vector<GemmArgs> ProductsOf(const CollectiveGemm& call, int rank, const Step& step, Arena& arena) {
@@ -96,7 +175,9 @@ std::vector<GemmArgs> ProductsOf(const CollectiveGemm& call, int rank, const Ste
       args.c_dtype = TravellingDType(call.gemm);
       args.beta = 1.0f;
     }
-    if (step.from.place == Place::kSlot && IsFP8(args.lhs_dtype)) {
+    if (InBlocks(call)) {
+      args.lhs_scale_inv = BlockScalesOf(call, rank, step, arena);
+    } else if (step.from.place == Place::kSlot && IsFP8(args.lhs_dtype)) {
       args.lhs_scale_inv = arena.SlotScale(rank, step.from.block, step.from.parity);
     }
     products.push_back(args);
@@ -109,15 +190,8 @@ std::vector<Transfer> TransfersOf(const CollectiveGemm& call, int rank, const St
   const size_t row = places.slot_row();
   std::vector<Transfer> transfers;
   if (places.gathers() && step.from.rows.begin == 0 && IsFP8(call.gemm.lhs_dtype)) {
-    const float* own = call.gemm.lhs_scale_inv;
-    if (step.action == Action::kPush) {
-      transfers.push_back({arena.SlotScale(step.to.owner, rank, step.to.parity), own, sizeof(float)});
-    } else {
-      const int source = step.from.block;
-      const bool arrived = step.from.place == Place::kSlot;
-      transfers.push_back({call.kept_scale_inv + source,
-                           arrived ? arena.SlotScale(rank, source, step.from.parity) : own, sizeof(float)});
-    }
+    transfers.push_back(InBlocks(call) ? BlockScaleTransfer(call, rank, step, arena)
+                                       : ScaleTransfer(call, rank, step, arena));
   }
   for (const Rows& rows : places.Runs(step.from, step.to)) {
     const auto count = static_cast<size_t>(rows.end - rows.begin);

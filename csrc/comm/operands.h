@@ -5,6 +5,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "csrc/comm/schedule.h"
@@ -20,7 +22,7 @@ struct CollectiveGemm {
   // Rows are [batch, rows], and a block is a part of the second: `batch` runs of block_rows / batch rows.
   int64_t batch = 1;
   void* kept = nullptr;             // all-gather with problem.keep: [M, K]
-  float* kept_scale_inv = nullptr;  // FP8 then: [ranks]
+  float* kept_scale_inv = nullptr;  // FP8 then: [ranks], or of blocks [k blocks, M]
   uint64_t timeout_ns = 120'000'000'000;
 };
 
@@ -34,10 +36,14 @@ class Arena {
   virtual char* Partial() = 0;                                      // a block in float32
 };
 
+// Why there is nothing for this call; nothing if there is. In 1x128 blocks (of lhs) a run of rows has its scales in one
+// piece of memory only if it is all rows; those of a piece are copied together first, those of a batch are not.
+std::optional<std::string> WhyNot(const CollectiveGemm& call);
+
 // The dtype of partial results on their way.
 DType TravellingDType(const GemmArgs& gemm);
 
-// Bytes of a block on its way, which slots have to hold.
+// Bytes of a block on its way, which slots have to hold: in blocks with its scales behind it.
 size_t SlotBytes(const CollectiveGemm& call);
 
 // The GEMMs of a kMultiply step: one for each run of rows that is in one piece in every operand. Those that write the
@@ -48,7 +54,11 @@ struct Transfer {
   void* to = nullptr;
   const void* from = nullptr;
   size_t bytes = 0;
+  size_t rows = 1, to_pitch = 0, from_pitch = 0;  // so often, a pitch apart
 };
+
+// What comes before the GEMM of a kMultiply step: a copy that makes one piece of its rows' scales.
+std::optional<Transfer> ScalesOf(const CollectiveGemm& call, const Step& step, Arena& arena);
 
 // The copies of a kPush or kKeep step, scales included.
 std::vector<Transfer> TransfersOf(const CollectiveGemm& call, int rank, const Step& step, Arena& arena);

@@ -20,6 +20,23 @@ void CheckDTypes(Operands& operands, const CollectiveGemmSpec& spec, const Array
   operands.Check(!spec.amax || IsFP8(out), "amax: expected an FP8 out_dtype");
 }
 
+void CheckScaling(Operands& operands, const CollectiveGemmSpec& spec, GemmArgs* gemm) {
+  operands.Expect(ParseScaling(spec.lhs_scaling, &gemm->lhs_scaling), "lhs_scaling", kScalings, spec.lhs_scaling);
+  operands.Expect(ParseScaling(spec.rhs_scaling, &gemm->rhs_scaling), "rhs_scaling", kScalings, spec.rhs_scaling);
+  const bool lhs = gemm->lhs_scaling != Scaling::kTensor, rhs = gemm->rhs_scaling != Scaling::kTensor;
+  if (!lhs && !rhs) return;
+  operands.Check(lhs && rhs, "lhs_scaling, rhs_scaling: expected blocks for both operands, got tensor for one");
+  operands.Check(spec.fp8, "fp8: expected true for block-scaled operands, got false");
+  operands.Check(!spec.fast_accumulation, "fast_accumulation: expected false for block-scaled operands, got true");
+  operands.Expect(!IsFP8(gemm->out_dtype), "out_dtype of block-scaled operands", "bfloat16, float16 or float32",
+                  NameOf(gemm->out_dtype));
+}
+
+const float* DecodeScales(Operands& operands, std::string_view name, const Array& array, Scaling scaling) {
+  const bool tensor = !operands.ok() || scaling == Scaling::kTensor;
+  return operands.ArgOf<float>(name, DType::kF32, tensor ? Shape{} : BlockScaleShape(array.shape, 1, scaling));
+}
+
 // The schedule of `spec` for blocks of that many rows.
 comm::Problem ProblemOf(Operands& operands, const CollectiveGemmSpec& spec, int64_t block_rows, DType out) {
   comm::Problem problem;
@@ -35,8 +52,6 @@ comm::Problem ProblemOf(Operands& operands, const CollectiveGemmSpec& spec, int6
   problem.sum = IsFP8(out);  // a GEMM that adds what the peer sent has no output scale
   operands.Check(gathers || !spec.keep_gathered, "keep_gathered: expected false for matmul_reduce_scatter, got true");
   operands.Check(!(gathers && spec.direct), "direct: expected false for all_gather_matmul, got true");
-  const auto why = comm::WhyNot(problem);
-  operands.Check(!why.has_value(), why.value_or(""));
   return problem;
 }
 
@@ -49,8 +64,7 @@ ffi::ErrorOr<CollectiveGemmCall> DecodeCollectiveGemm(const ffi::RemainingArgs& 
   GemmArgs& gemm = out.call.gemm;
   operands.Expect(ParseDType(spec.out_dtype, &gemm.out_dtype), "out_dtype",
                   "float32, bfloat16, float16, float8_e4m3fn or float8_e5m2", spec.out_dtype);
-  operands.Check(spec.lhs_scaling == "tensor" && spec.rhs_scaling == "tensor",
-                 "lhs_scaling, rhs_scaling: expected tensor, got blocks");
+  CheckScaling(operands, spec, &gemm);
   operands.Expect(spec.timeout_ms > 0, "timeout_ms", "at least 1", std::to_string(spec.timeout_ms));
   const auto fp8 = {DType::kE4M3, DType::kE5M2};
   const Array lhs = operands.Arg("lhs", spec.fp8 ? fp8 : kHighPrecision);
@@ -80,6 +94,8 @@ ffi::ErrorOr<CollectiveGemmCall> DecodeCollectiveGemm(const ffi::RemainingArgs& 
     const size_t rank = lhs.shape.size();
     const bool gathers = spec.kind == "all_gather_matmul";
     out.call.problem = ProblemOf(operands, spec, gathers ? gemm.m : gemm.m / spec.ranks, gemm.out_dtype);
+    const auto why = comm::WhyNot(out.call);
+    operands.Check(!why.has_value(), why.value_or(""));
     shape[rank - 1] = gemm.n;
     shape[rank - 2] = gathers ? shape[rank - 2] * spec.ranks : shape[rank - 2] / spec.ranks;
     gathered[rank - 2] *= spec.ranks;
@@ -92,8 +108,8 @@ ffi::ErrorOr<CollectiveGemmCall> DecodeCollectiveGemm(const ffi::RemainingArgs& 
   gemm.lhs = lhs.data;
   gemm.rhs = rhs.data;
   if (spec.fp8) {
-    gemm.lhs_scale_inv = operands.ArgOf<float>("lhs_scale_inv", DType::kF32, {});
-    gemm.rhs_scale_inv = operands.ArgOf<float>("rhs_scale_inv", DType::kF32, {});
+    gemm.lhs_scale_inv = DecodeScales(operands, "lhs_scale_inv", lhs, gemm.lhs_scaling);
+    gemm.rhs_scale_inv = DecodeScales(operands, "rhs_scale_inv", rhs, gemm.rhs_scaling);
   }
   if (spec.bias) {
     const Array bias = operands.WithShape(operands.Arg("bias", kHighPrecision), {gemm.n});
@@ -105,7 +121,9 @@ ffi::ErrorOr<CollectiveGemmCall> DecodeCollectiveGemm(const ffi::RemainingArgs& 
   gemm.out = operands.RetOf("out", gemm.out_dtype, shape);
   if (spec.keep_gathered) {
     out.call.kept = operands.RetOf("gathered", gemm.lhs_dtype, gathered);
-    if (spec.fp8) out.call.kept_scale_inv = operands.RetOf<float>("gathered_scale_inv", DType::kF32, {spec.ranks});
+    const bool blocks = operands.ok() && gemm.lhs_scaling != Scaling::kTensor;
+    const Shape scales = blocks ? BlockScaleShape(gathered, 1, gemm.lhs_scaling) : Shape{spec.ranks};
+    if (spec.fp8) out.call.kept_scale_inv = operands.RetOf<float>("gathered_scale_inv", DType::kF32, scales);
   }
   if (spec.amax) gemm.amax = operands.RetOf<float>("amax", DType::kF32, {});
   out.call.timeout_ns = static_cast<uint64_t>(spec.timeout_ms) * 1'000'000;

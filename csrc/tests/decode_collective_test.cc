@@ -96,7 +96,7 @@ TEST(Errors) {
   EXPECT_CONTAINS(with([](auto& spec) { spec.keep_gathered = true; }), "keep_gathered: expected false");
   EXPECT_CONTAINS(with([](auto& spec) { spec.direct = true; }, Gather()), "direct: expected false");
   EXPECT_CONTAINS(with([](auto& spec) { spec.amax = true; }), "amax: expected an FP8 out_dtype");
-  EXPECT_CONTAINS(with([](auto& spec) { spec.lhs_scaling = "block_1x128"; }), "expected tensor, got blocks");
+  EXPECT_CONTAINS(with([](auto& spec) { spec.lhs_scaling = "block_1x128"; }), "expected blocks for both operands, got tensor for one");
   EXPECT_CONTAINS(with([](auto& spec) { spec.rhs_contract_first = true; }), "expected false for FP8 operands, got true");
   EXPECT_CONTAINS(with([](auto& spec) { spec.fp8 = false; }), "lhs dtype: expected float32 or bfloat16 or float16");
   EXPECT_CONTAINS(with([](auto& spec) { spec.out_dtype = "int8"; }), "out_dtype: expected float32, bfloat16");

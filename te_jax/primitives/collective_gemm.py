@@ -237,8 +237,23 @@ def _why_not(spec, lhs, rhs, *rest):
     if not 2 <= spec.ranks <= MAX_RANKS:
         return f"{spec.ranks} ranks along {spec.axis_name!r}: the overlapped call is for 2 to {MAX_RANKS}"
     if spec.blocks:
-        return "block-scaled operands: rows are not cut into pieces in the layout of their scales"
+        reason = _why_not_blocks(spec, lhs, sizes(spec, lhs, rhs))
+        if reason:
+            return f"block-scaled operands: {reason}"
     return DEFINITIONS[GemmSpec].why_not(gemm_spec(spec), lhs, rhs, *rest[:-1])
+
+
+def _why_not_blocks(spec, lhs, size):
+    """A run of rows has its scales in one piece of memory if it is all rows of lhs."""
+    if spec.lhs_scaling != "block_1x128":
+        return f"lhs_scaling is {spec.lhs_scaling}, not block_1x128"
+    if size.batch > 1:
+        return f"lhs {lhs.shape} has a batch dimension, whose rows' scales are apart"
+    if size.block_rows % 8:
+        return f"{size.block_rows} rows of a rank are not a multiple of 8"
+    if spec.gathers and spec.chunks > 1:
+        return "an all-gather in pieces, whose rows' scales are apart"
+    return None
 
 
 # The smallest product of one rank, in multiplications, for which the overlapped call was measured on two H200: there it

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax.primitives.spec import CollectiveGemmSpec
+from te_jax.quant.block_reference import BLOCK
 from te_jax.quant.format import is_fp8
 
 MAX_RANKS = 16  # csrc/comm/schedule.h has the same two
@@ -69,10 +70,14 @@ def travelling(spec: CollectiveGemmSpec) -> np.dtype:
 
 
 def slot_bytes(spec: CollectiveGemmSpec, lhs, rhs) -> int:
-    """Bytes of one rank's block on its way to another: what a slot of an arena has to hold."""
+    """Bytes of one rank's block on its way to another: what a slot of an arena has to hold.
+
+    Block-scaled operands: with room for the scales of its rows behind it.
+    """
     size = sizes(spec, lhs, rhs)
     row = size.k * np.dtype(lhs.dtype).itemsize if spec.gathers else size.n * travelling(spec).itemsize
-    return size.block_rows * row
+    data = size.block_rows * row
+    return -(-data // 256) * 256 + 4 * -(-size.k // BLOCK) * size.block_rows if spec.blocks else data
 
 
 def arena_bytes(ranks: int, slot: int) -> int:

@@ -3,6 +3,7 @@
 python collective_processes.py PORT PROCESS
 """
 
+import functools
 import sys
 
 import jax
@@ -12,8 +13,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from te_jax import compat
-from te_jax.primitives import CollectiveGemmSpec, collective_gemm
+from te_jax import compat, primitives
+from te_jax.primitives import CollectiveGemmSpec, QuantizeSpec, collective_gemm
+from te_jax.quant.block_reference import BLOCK_1X128, BLOCK_128X128, dequantize_block, from_gemm_layout
 from te_jax.testing import hlo, oracle
 
 SCATTER, GATHER = "matmul_reduce_scatter", "all_gather_matmul"
@@ -42,7 +44,7 @@ def build(mesh, kind, fp8, **fields):
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out)), specs
 
 
-def problem(mesh, kind, fp8, m, k, n, **fields):
+def problem(mesh, kind, m, k, n, *, fp8, **fields):
     """(function, operands on the mesh, the whole result in fp64)."""
     dtype = jnp.float8_e4m3fn if fp8 else jnp.bfloat16
     lhs, rhs, bias = whole((m, k), dtype, 1), whole((n, k), dtype, 2), whole((n,), jnp.bfloat16, 3)
@@ -58,6 +60,32 @@ def problem(mesh, kind, fp8, m, k, n, **fields):
     return run, operands, lhs @ rhs.T + oracle.f64(bias)
 
 
+def block_problem(mesh, kind, m, k, n, **fields):
+    """The same with a scale for each 1x128 and 128x128 block, which travel too."""
+    gathers = kind == GATHER
+    lhs = primitives.quantize(whole((m, k), jnp.float32, 4), None, QuantizeSpec(format="e4m3", scaling="block_1x128"))
+    rhs = primitives.quantize(whole((n, k), jnp.float32, 5), None, QuantizeSpec(format="e4m3", scaling="block_128x128"))
+    spec = CollectiveGemmSpec(
+        kind=kind, axis_name="tp", lhs_scaling="block_1x128", rhs_scaling="block_128x128", **fields
+    )
+
+    def local(lhs, rhs, lhs_scale_inv, rhs_scale_inv):
+        return collective_gemm(lhs, rhs, spec, lhs_scale_inv=lhs_scale_inv, rhs_scale_inv=rhs_scale_inv).out
+
+    if gathers:
+        specs, out = (P("tp"), P("tp"), P(None, "tp"), P("tp")), P(None, "tp")
+    else:
+        specs, out = (P(None, "tp"), P(None, "tp"), P("tp"), P(None, "tp")), P("tp")
+    operands = [
+        place(mesh, x, spec) for x, spec in zip((lhs.data, rhs.data, lhs.scale_inv, rhs.scale_inv), specs, strict=True)
+    ]
+    wide = [
+        oracle.f64(dequantize_block(q.data, from_gemm_layout(q.scale_inv, block), block))
+        for q, block in ((lhs, BLOCK_1X128), (rhs, BLOCK_128X128))
+    ]
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out)), operands, wide[0] @ wide[1].T
+
+
 def check(out, expected):
     (shard,) = out.addressable_shards
     got, want = oracle.f64(shard.data), expected[shard.index]
@@ -65,6 +93,13 @@ def check(out, expected):
     # Fast accumulation is off. A partial result and the sum are rounded once each: 2.2e-3 of random values.
     assert error < 3e-3, error
     return np.asarray(shard.data).tobytes()
+
+
+PROBLEMS = {
+    "fp8": functools.partial(problem, fp8=True),
+    "bfloat16": functools.partial(problem, fp8=False),
+    "blocks": block_problem,
+}
 
 
 def main():
@@ -81,16 +116,18 @@ def main():
 
     # Schedules, and an arena that grows with what comes.
     cases = [(512, 512, 512, {"chunks": 2}), (512, 512, 512, {"chunks": 1}), (2048, 1024, 1024, {"chunks": 3})]
-    for m, k, n, fields in cases if on_gpu else [(64, 128, 64, {"chunks": 1})]:
+    for m, k, n, fields in cases if on_gpu else [(64, 256, 256, {"chunks": 1})]:
         for kind in (SCATTER, GATHER):
-            for fp8 in (True, False):
-                run, operands, expected = problem(mesh, kind, fp8, m, k, n, **fields)
+            for name, make in PROBLEMS.items():
+                if name == "blocks":
+                    fields = fields | {"chunks": 1} if kind == GATHER else fields
+                run, operands, expected = make(mesh, kind, m, k, n, **fields)
                 calls = hlo.count_custom_calls(run.lower(*operands).as_text())
                 assert ("te_jax_collective_gemm" in calls) == on_gpu, calls
                 first = check(run(*operands), expected)
                 for out in [run(*operands) for _ in range(5)]:
                     assert check(out, expected) == first
-                print(f"{kind} {m}x{k}x{n} {'fp8' if fp8 else 'bfloat16'} {fields}: right", flush=True)
+                print(f"{kind} {m}x{k}x{n} {name} {fields}: right", flush=True)
     if on_gpu:
         late_peer(mesh, process)
     print("done", flush=True)
@@ -98,9 +135,9 @@ def main():
 
 def late_peer(mesh, process):
     """A peer that doesn't come: NaN, then an error, in the time that was given."""
-    run, operands, expected = problem(mesh, SCATTER, True, 512, 512, 512, chunks=2, direct=True)
+    run, operands, expected = problem(mesh, SCATTER, 512, 512, 512, fp8=True, chunks=2, direct=True)
     check(run(*operands), expected)
-    run, operands, expected = problem(mesh, SCATTER, True, 512, 512, 512, chunks=1, timeout_ms=3000)
+    run, operands, expected = problem(mesh, SCATTER, 512, 512, 512, fp8=True, chunks=1, timeout_ms=3000)
     check(run(*operands), expected)
     store = compat.key_value_store()
     if process == 0:

@@ -17,9 +17,10 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from te_jax import config
-from te_jax.primitives import CollectiveGemmSpec, collective_gemm, support
+from te_jax import config, primitives
+from te_jax.primitives import CollectiveGemmSpec, QuantizeSpec, collective_gemm, support
 from te_jax.primitives.collective_schedule import Schedule, arena_bytes, schedule, slot_bytes
+from te_jax.quant.block_reference import dequantize_block, from_gemm_layout
 from te_jax.testing import hlo, oracle, tolerance
 from te_jax.testing.compare import assert_trees_identical, assert_within
 
@@ -155,6 +156,51 @@ def test_pieces_of_different_heights_across_a_batch(kind):
     if gathers:
         for kept in found["gathered"]:
             np.testing.assert_array_equal(oracle.f64(kept), oracle.f64(operands["lhs"]))
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "direct"), [(2, 2, False), (2, 2, True), (4, 3, False), (4, 1, True)])
+@KINDS
+def test_block_scaled(kind, ranks, chunks, direct):
+    """lhs in 1x128 blocks, rhs in 128x128: every row has scales of its own, which travel with it."""
+    gathers = kind == GATHER
+    rows, k = ranks * 264, 256 * ranks  # not in pieces of one height
+    x, w = random((rows, k), jnp.float32, 1) * jnp.exp2(jnp.arange(rows) % 7)[:, None], random((128, k), jnp.float32, 2)
+    lhs = primitives.quantize(x, None, QuantizeSpec(format="e4m3", scaling="block_1x128"))
+    rhs = primitives.quantize(w, None, QuantizeSpec(format="e4m3", scaling="block_128x128"))
+    wide = [
+        oracle.f64(dequantize_block(q.data, from_gemm_layout(q.scale_inv, block), block, jnp.float32))
+        for q, block in ((lhs, (1, 128)), (rhs, (128, 128)))
+    ]
+    spec = CollectiveGemmSpec(
+        kind=kind,
+        axis_name="tp",
+        lhs_scaling="block_1x128",
+        rhs_scaling="block_128x128",
+        chunks=1 if gathers else chunks,
+        direct=direct and not gathers,
+        keep_gathered=gathers,
+    )
+
+    def local(lhs, rhs, lhs_scale_inv, rhs_scale_inv):
+        found = collective_gemm(lhs, rhs, spec, lhs_scale_inv=lhs_scale_inv, rhs_scale_inv=rhs_scale_inv)
+        return (found.out, found.gathered[None], found.gathered_scale_inv[None]) if gathers else (found.out,)
+
+    # rhs is whole on every rank of a gather: 128 of its rows are one block.
+    specs = (P("tp"), P(), P(None, "tp"), P()) if gathers else (P(None, "tp"), P(None, "tp"), P("tp"), P(None, "tp"))
+    outs = (P("tp"),) * (3 if gathers else 1)
+    run = jax.jit(jax.shard_map(local, mesh=mesh_of(ranks), in_specs=specs, out_specs=outs))
+    operands = lhs.data, rhs.data, lhs.scale_inv, rhs.scale_inv
+    assert hlo.count_custom_calls(run.lower(*operands).as_text()) == {"te_jax_collective_gemm": 1}
+    out, *kept = run(*operands)
+    expected, magnitude = wide[0] @ wide[1].T, np.abs(wide[0]) @ np.abs(wide[1]).T
+    bound = tolerance.gemm_error(magnitude, k, expected, "bfloat16")
+    if not gathers:
+        assert_within(out, expected, bound + magnitude * tolerance.unit_roundoff("bfloat16"))
+        return
+    for rank in range(ranks):
+        assert_within(out[rank * rows : (rank + 1) * rows], expected, bound)
+        np.testing.assert_array_equal(oracle.f64(kept[0][rank]), oracle.f64(lhs.data))
+        np.testing.assert_array_equal(kept[1][rank], lhs.scale_inv)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -428,7 +474,13 @@ def test_why_the_plain_pair_runs():
     assert "not a multiple of 16" in why(spec, w=jax.ShapeDtypeStruct((40, K), jnp.bfloat16))
     assert why(spec, platform="tpu") == "there are no custom calls for platform tpu"
     blocks = dataclasses.replace(spec, fp8=True, lhs_scaling="block_1x128", rhs_scaling="block_128x128")
-    assert why(blocks, rest=(place, place)).startswith("block-scaled operands")
+    assert why(blocks, x=jax.ShapeDtypeStruct((64, K), jnp.float8_e4m3fn), rest=(place, place)) is None
+    for x, text in (((3, 64, K), "has a batch dimension"), ((M, K), "12 rows of a rank are not a multiple of 8")):
+        assert text in why(blocks, x=jax.ShapeDtypeStruct(x, jnp.float8_e4m3fn), rest=(place, place))
+    pieces = dataclasses.replace(blocks, kind=GATHER, chunks=2)
+    assert "an all-gather in pieces" in why(
+        pieces, x=jax.ShapeDtypeStruct((64, K), jnp.float8_e4m3fn), rest=(place,) * 2
+    )
 
 
 def test_one_rank_is_a_gemm():

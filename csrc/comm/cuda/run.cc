@@ -113,6 +113,7 @@ class Runner {
   }
 
   void Multiply(const Step& step) {
+    if (const auto scales = ScalesOf(call_, step, self_)) Copy(*scales, stream_);
     for (GemmArgs& args : ProductsOf(call_, self_.rank(), step, self_)) {
       float* const amax = args.amax;  // of all products; a GEMM replaces what is there
       if (amax != nullptr) args.amax = self_.scratch();
@@ -123,8 +124,15 @@ class Runner {
   }
 
   void Copy(const Step& step, cudaStream_t stream) {
-    for (const Transfer& copy : TransfersOf(call_, self_.rank(), step, self_)) {
+    for (const Transfer& copy : TransfersOf(call_, self_.rank(), step, self_)) Copy(copy, stream);
+  }
+
+  void Copy(const Transfer& copy, cudaStream_t stream) {
+    if (copy.rows == 1) {
       Cuda("cudaMemcpyAsync", cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDeviceToDevice, stream));
+    } else {
+      Cuda("cudaMemcpy2DAsync", cudaMemcpy2DAsync(copy.to, copy.to_pitch, copy.from, copy.from_pitch, copy.bytes,
+                                                  copy.rows, cudaMemcpyDeviceToDevice, stream));
     }
   }
 
@@ -171,7 +179,7 @@ class Runner {
 }  // namespace
 
 gemm::Status RunOnStreams(const CollectiveGemm& call, DeviceRank& self, cudaStream_t stream) {
-  if (auto why = WhyNot(call.problem)) return {gemm::Status::kUnsupported, *why};
+  if (auto why = WhyNot(call)) return {gemm::Status::kUnsupported, *why};
   if (auto why = self.Failure()) return {gemm::Status::kInternal, "rank " + std::to_string(self.rank()) + *why};
   if (SlotBytes(call) > self.slot_bytes()) {
     return {gemm::Status::kInternal, "slots of " + std::to_string(self.slot_bytes()) + " bytes, " +
@@ -182,7 +190,7 @@ gemm::Status RunOnStreams(const CollectiveGemm& call, DeviceRank& self, cudaStre
 }
 
 gemm::Status Warm(const CollectiveGemm& call, DeviceRank& self, cudaStream_t stream) {
-  if (auto why = WhyNot(call.problem)) return {gemm::Status::kUnsupported, *why};
+  if (auto why = WhyNot(call)) return {gemm::Status::kUnsupported, *why};
   return Runner(call, self, stream).Warm(MakeSchedule(call.problem, self.rank(), /*epoch=*/0));
 }
 

@@ -79,9 +79,7 @@ ffi::TypeId CallSite::id = {};
 class HostArena : public comm::Arena {
  public:
   HostArena(const comm::CollectiveGemm& call, int rank, comm::HostChannel& channel)
-      : rank_(rank), bytes_(comm::SlotBytes(call)), channel_(channel), staging_(static_cast<size_t>(channel.ranks())) {
-    partial_.resize(static_cast<size_t>(call.problem.block_rows * call.gemm.n));
-  }
+      : rank_(rank), bytes_(comm::SlotBytes(call)), channel_(channel), staging_(static_cast<size_t>(channel.ranks())) {}
   char* Slot(int owner, int source, int parity) override { return Head(owner, source, parity) + kHead; }
   float* SlotScale(int owner, int source, int parity) override {
     return reinterpret_cast<float*>(Head(owner, source, parity));
@@ -91,10 +89,13 @@ class HostArena : public comm::Arena {
     staging.resize(bytes_);
     return staging.data();
   }
-  char* Partial() override { return reinterpret_cast<char*>(partial_.data()); }
+  char* Partial() override {
+    partial_.resize(2 * bytes_ + kHead);  // float32, at most twice what travels; room to round up
+    return partial_.data();
+  }
 
  private:
-  static constexpr size_t kHead = 64;
+  static constexpr size_t kHead = 256;
 
   char* Head(int owner, int source, int parity) {
     auto& slot = channel_.Slot(owner, source, parity);
@@ -106,7 +107,7 @@ class HostArena : public comm::Arena {
   const size_t bytes_;
   comm::HostChannel& channel_;
   std::vector<std::vector<char>> staging_;
-  std::vector<float> partial_;
+  std::vector<char> partial_;
 };
 
 class HostWorker : public comm::Worker {
@@ -115,6 +116,7 @@ class HostWorker : public comm::Worker {
       : call_(call), rank_(rank), arena_(call, rank, channel) {}
 
   void Multiply(const comm::Step& step) override {
+    if (const auto scales = comm::ScalesOf(call_, step, arena_)) Copy(*scales);
     for (GemmArgs& args : comm::ProductsOf(call_, rank_, step, arena_)) {
       float* const amax = args.amax;
       float largest = 0.0f;
@@ -124,15 +126,19 @@ class HostWorker : public comm::Worker {
     }
   }
   void Copy(const comm::Step& step) override {
-    for (const comm::Transfer& copy : comm::TransfersOf(call_, rank_, step, arena_)) {
-      std::copy_n(static_cast<const char*>(copy.from), copy.bytes, static_cast<char*>(copy.to));
-    }
+    for (const comm::Transfer& copy : comm::TransfersOf(call_, rank_, step, arena_)) Copy(copy);
   }
   void Reduce(const comm::Step& step) override { Took(cpu::SumPartials(comm::SumOf(call_, rank_, step, arena_))); }
 
   bool had_memory() const { return had_memory_; }
 
  private:
+  static void Copy(const comm::Transfer& copy) {
+    for (size_t row = 0; row < copy.rows; ++row) {
+      std::copy_n(static_cast<const char*>(copy.from) + row * copy.from_pitch, copy.bytes,
+                  static_cast<char*>(copy.to) + row * copy.to_pitch);
+    }
+  }
   void Took(bool had_memory) { had_memory_ = had_memory_ && had_memory; }
 
   const comm::CollectiveGemm& call_;
