@@ -155,6 +155,88 @@ TEST(FP8ResultsTravelInBFloat16AndAreScaledOnce) {
   }
 }
 
+// [k blocks, M] scales of 1x128 blocks: some columns of them are copied together for a piece of a reduce-scatter.
+TEST(ScalesOfBlocks) {
+  Memory memory;
+  CollectiveGemm call = CallOf(Collective::kMatmulReduceScatter, 1, memory);
+  call.problem.block_rows = 264;
+  call.problem.chunks = 2;
+  call.problem.granularity = 128;
+  call.gemm.k = 272;
+  call.gemm.m = kRanks * 264;
+  call.gemm.lhs_scaling = call.gemm.rhs_scaling = Scaling::kBlock1x128;
+  std::vector<float> scales(static_cast<size_t>(3 * call.gemm.m));
+  call.gemm.lhs_scale_inv = scales.data();
+  memory.lhs.resize(static_cast<size_t>(call.gemm.m * call.gemm.k));
+  call.gemm.lhs = memory.lhs.data();
+  EXPECT(!WhyNot(call).has_value());
+  EXPECT_EQ(SlotBytes(call), size_t{264 * kN * 2} + 3 * 264 * 4);  // the data are whole 256 bytes
+  Addresses arena(1, SlotBytes(call));
+  std::map<const char*, size_t> scratch;
+  for (const Step& step : MakeSchedule(call.problem, 1, 1)) {
+    if (step.action != Action::kMultiply) continue;
+    const auto copy = ScalesOf(call, step, arena);
+    const auto products = ProductsOf(call, 1, step, arena);
+    EXPECT(copy.has_value());
+    EXPECT_EQ(products.size(), size_t{1});
+    const int64_t first = step.from.block * 264 + step.from.rows.begin;
+    EXPECT(copy->from == scales.data() + first);
+    EXPECT(copy->to == products[0].lhs_scale_inv);
+    EXPECT_EQ(copy->rows, size_t{3});
+    EXPECT_EQ(copy->bytes, static_cast<size_t>(products[0].m) * 4);
+    EXPECT_EQ(copy->to_pitch, copy->bytes);
+    EXPECT_EQ(copy->from_pitch, static_cast<size_t>(call.gemm.m) * 4);
+    scratch[static_cast<char*>(copy->to)] = copy->rows * copy->bytes;
+    // Not in what the product writes, nor in what is pushed while it is written.
+    const auto* out = static_cast<const char*>(products[0].out);
+    if (step.to.place == Place::kStaging || step.to.place == Place::kPartial) {
+      const int64_t width = step.to.place == Place::kPartial ? 4 : 2;
+      EXPECT(static_cast<char*>(copy->to) >= out + products[0].m * kN * width);
+    }
+  }
+  EXPECT_EQ(scratch.size(), size_t{5});  // two peers' blocks in two pieces each, the own one whole
+  const char* end = nullptr;
+  for (const auto& [begin, bytes] : scratch) {
+    EXPECT(begin >= end);
+    end = begin + bytes;
+  }
+}
+
+TEST(ScalesOfBlocksThatAreGathered) {
+  Memory memory;
+  CollectiveGemm call = CallOf(Collective::kAllGatherMatmul, 1, memory);
+  call.problem.block_rows = 8;
+  call.problem.chunks = 1;
+  call.gemm.k = 272;
+  call.gemm.lhs_scaling = call.gemm.rhs_scaling = Scaling::kBlock1x128;
+  std::vector<float> scales(3 * 8), kept(3 * 8 * kRanks);
+  std::vector<char> data(8 * 272), all(8 * 272 * kRanks);
+  call.gemm.lhs = data.data();
+  call.gemm.lhs_scale_inv = scales.data();
+  call.kept = all.data();
+  call.kept_scale_inv = kept.data();
+  Addresses arena(1, SlotBytes(call));
+  for (const Step& step : MakeSchedule(call.problem, 1, 1)) {
+    if (step.action == Action::kMultiply) {
+      EXPECT(!ScalesOf(call, step, arena).has_value());
+      const float* found = ProductsOf(call, 1, step, arena)[0].lhs_scale_inv;
+      const bool own = step.from.place == Place::kOperand;
+      const char* behind = own ? nullptr : arena.Slot(1, step.from.block, step.from.parity) + 2304;  // 8 * 272, rounded
+      EXPECT(own ? found == scales.data() : reinterpret_cast<const char*>(found) == behind);
+    } else if (step.action == Action::kPush) {
+      const auto transfers = TransfersOf(call, 1, step, arena);
+      EXPECT(transfers[0].to == arena.Slot(step.to.owner, 1, step.to.parity) + 2304);
+      EXPECT(transfers[0].from == scales.data());
+      EXPECT_EQ(transfers[0].bytes, size_t{3 * 8 * 4});
+    } else if (step.action == Action::kKeep) {
+      const Transfer copy = TransfersOf(call, 1, step, arena)[0];
+      EXPECT(copy.to == kept.data() + step.from.block * 8);
+      EXPECT_EQ(copy.rows, size_t{3});
+      EXPECT_EQ(copy.to_pitch, size_t{kRanks * 8 * 4});
+    }
+  }
+}
+
 // Everything in an arena has a place of its own.
 TEST(PlacesInAnArena) {
   constexpr size_t kBytes = 1000, kRounded = 1024;

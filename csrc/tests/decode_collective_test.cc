@@ -80,6 +80,29 @@ TEST(AnRhsThatIsContractedFirst) {
                   "rhs's contracted dimension: expected 64, got [32, 64]");
 }
 
+TEST(Blocks) {
+  CollectiveGemmSpec spec = Gather();
+  spec.lhs_scaling = "block_1x128";
+  spec.rhs_scaling = "block_128x128";
+  spec.chunks = 1;
+  spec.keep_gathered = true;
+  const Spec lhs = {E4M3, {8, 272}}, rhs = {E4M3, {144, 272}}, a = {F32, {3, 8}}, b = {F32, {2, 3}};
+  const std::vector<Spec> out = {{BF16, {32, 144}}, {E4M3, {32, 272}}, {F32, {3, 32}}};
+  EXPECT_EQ(ErrorOf({lhs, rhs, a, b, kPlace}, out, spec).size(), 0u);
+  EXPECT_CONTAINS(ErrorOf({lhs, rhs, kScale, b, kPlace}, out, spec), "lhs_scale_inv shape: expected [3, 8], got []");
+  EXPECT_CONTAINS(ErrorOf({lhs, rhs, a, b, kPlace}, {out[0], out[1], {F32, {4}}}, spec),
+                  "gathered_scale_inv shape: expected [3, 32], got [4]");
+  EXPECT_CONTAINS(ErrorOf({{E4M3, {2, 8, 272}}, rhs, {F32, {3, 2, 8}}, b, kPlace}, out, spec),
+                  "lhs: expected no batch dimension in blocks, got a batch of 2");
+  EXPECT_CONTAINS(ErrorOf({{E4M3, {12, 272}}, rhs, {F32, {3, 12}}, b, kPlace}, out, spec),
+                  "rows of a rank's block: expected a multiple of 8 in blocks, got 12");
+  spec.chunks = 2;
+  EXPECT_CONTAINS(ErrorOf({lhs, rhs, a, b, kPlace}, out, spec), "chunks: expected 1 for all_gather_matmul in blocks");
+  spec.chunks = 1;
+  spec.lhs_scaling = "block_128x128";
+  EXPECT_CONTAINS(ErrorOf({lhs, rhs, {F32, {1, 3}}, b, kPlace}, out, spec), "lhs_scaling: expected block_1x128");
+}
+
 TEST(Errors) {
   const std::vector<Spec> args = {kLhs, kRhs, kScale, kScale, kPlace}, out = {{BF16, {3, 2, 32}}};
   EXPECT_EQ(ErrorOf(args, out, Scatter()).size(), 0u);
