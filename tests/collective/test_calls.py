@@ -132,7 +132,10 @@ def test_outside_of_shard_map(call, kind):
 
 
 def test_bfloat16_rounds_partial_sums_once():
-    """Against fp64: partial sums and results in bfloat16, whose errors add up to one of each at most."""
+    """Against fp64: partial sums and results in bfloat16, whose errors add up to one of each at most.
+
+    The two don't agree to the bit: the overlapped call keeps a rank's own partial sum in float32.
+    """
     ranks, mesh = 8, make_mesh(8)
     function, x_spec, kernel_spec, bias_spec, y_spec = CALLS["rs"]
     rng = np.random.default_rng(3)
@@ -152,7 +155,6 @@ def test_bfloat16_rounds_partial_sums_once():
     for y in results:
         assert y.dtype == jnp.bfloat16
         assert np.all(np.abs(np.asarray(y, np.float64) - want) <= bound)
-    np.testing.assert_array_equal(*(np.asarray(y) for y in results))
 
 
 @pytest.mark.parametrize("call", CALLS)
