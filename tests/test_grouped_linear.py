@@ -231,7 +231,7 @@ def test_errors():
         (
             (5, -1, 17, 9),
             ValueError,
-            r"GroupedLinear: group_sizes: expected no negative size, got group_sizes\[1\] = -1",
+            r"GroupedLinear: group_sizes: expected no negative size, got group_sizes\[1\] = -1; at .*GroupedLinear",
         ),
         ((30, 0, 5, 3), ValueError, r"sizes that add up to 37 \(the tokens of x\) at most, got 38"),
         ((5, 0, 17), ValueError, r"extra input 0, for .*GroupedLinear.*: expected shape \(4,\), got \(3,\)"),

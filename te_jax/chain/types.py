@@ -145,7 +145,11 @@ def check_extras(name: str, chain: Chain, part: RunPart, x_types: Sequence[Tenso
                 origin = chain.origin(part.entering[source])
                 _check_extra(name, f"{origin}, for {place.label}", wanted, given[source])
         inputs = tuple(None if isinstance(source, Output) else given[source] for source in sources)
-        place.op.check_extra_inputs(x_type, inputs)
+        try:
+            place.op.check_extra_inputs(x_type, inputs)
+        except (ValueError, TypeError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{error}; at {place.label}") from error
 
 
 def _check_extra(name: str, argument: str, wanted: TensorType, got: Any) -> None:
