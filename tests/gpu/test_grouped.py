@@ -159,28 +159,32 @@ def test_gemms_against_fp64(on, sizes, fast):
 @SIZES
 def test_gemms_in_bfloat16(on, sizes):
     x, dy, w = random((ROWS, K)), random((ROWS, N), seed=1), random((len(sizes), K, N), seed=2)
+    c = random((len(sizes), K, N), np.float32, seed=3)
     x[sum(sizes) :] = np.nan  # of no group: not looked at
 
-    def linear(x, dy, w, sizes):
+    def linear(x, dy, w, c, sizes):
         first = P.GroupedGemmSpec(fp8=False, rhs_contract_first=True)
         last = P.GroupedGemmSpec(fp8=False, out_dtype="float32")
         wgrad = P.GroupedWgradSpec(groups=len(sizes), fp8=False)
+        adding = P.GroupedWgradSpec(groups=len(sizes), fp8=False, accumulate=True)
         return (
             P.grouped_gemm(x, w, sizes, first),
             P.grouped_gemm(dy, w, sizes, last),
             P.grouped_wgrad(x, dy, sizes, wgrad),
+            P.grouped_wgrad(x, dy, sizes, adding, c=c),
         )
 
-    results, x = on("cuda", linear, x, dy, w, sizes), np.nan_to_num(x)
-    for got, product, operands, contraction in zip(
+    results, x, tokens = on("cuda", linear, x, dy, w, c, sizes), np.nan_to_num(x), max(int(sizes.max()), 16)
+    for got, product, operands, contraction, added in zip(
         results,
-        (grouped.rows_product, grouped.rows_product, grouped.contracted_product),
-        ((x, w), (dy, np.swapaxes(w, 1, 2)), (x, dy)),
-        (K, N, max(int(sizes.max()), 16)),
+        (grouped.rows_product, grouped.rows_product, grouped.contracted_product, grouped.contracted_product),
+        ((x, w), (dy, np.swapaxes(w, 1, 2)), (x, dy), (x, dy)),
+        (K, N, tokens, tokens),
+        (0, 0, 0, oracle.f64(c)),
         strict=True,
     ):
         wide = [oracle.f64(operand) for operand in operands]
-        want, magnitude = product(*wide, sizes), product(*map(np.abs, wide), sizes)
+        want, magnitude = product(*wide, sizes) + added, product(*map(np.abs, wide), sizes) + np.abs(added)
         assert np.all(np.abs(oracle.f64(got) - want) <= tolerance.gemm_error(magnitude, contraction, want, got.dtype))
 
 
