@@ -113,7 +113,9 @@ def _dropout_condition(window: Window) -> str | None:
     scale, bias = window.optional_info(1), window.optional_info(2)
     if (reason := _why_no_epilogue(window.info(0), scale, bias, window.info(4))) is not None:
         return reason
-    rate = window.info(3).op.rate
+    dropout = window.info(3).op
+    assert isinstance(dropout, Dropout)
+    rate = dropout.rate
     return None if rate == 0.0 else f"Dropout({rate}) stands between, in calls that aren't deterministic"
 
 
