@@ -79,24 +79,34 @@ def replicas(regime, grad_fn):
     return jax.vmap(replica, in_axes=(None, 0, 0), out_axes=None, axis_name="replica")
 
 
-def train(regime, step, carry, batches):
-    """(carry, results of all steps) of ``carry, result = step(carry, batch)``; everything is jitted."""
+@functools.cache
+def compiled(regime, step, mesh=None, specs=(), structure=None):
+    """The jitted program of a step, one for each function: data that differ are no reason to compile again."""
     jit = functools.partial(jax.jit, compiler_options=QUICK)
     if regime == "scan+remat":
-        return jit(lambda carry, batches: jax.lax.scan(step, carry, batches))(carry, batches)
+        return jit(lambda carry, batches: jax.lax.scan(step, carry, batches))
+    if regime == "manual":
+        in_specs = (P(), structure.unflatten(specs))
+        step = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=P())  # state: one and the same
+    return jit(step)
+
+
+def train(regime, step, carry, batches):
+    """(carry, results of all steps) of ``carry, result = step(carry, batch)``; everything is jitted."""
+    if regime == "scan+remat":
+        return compiled(regime, step)(carry, batches)
     types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Explicit}[regime]
     mesh = jax.make_mesh((BATCH,), ("data",), axis_types=(types,))
 
     def spec(leaf, lead):
         return P(*(None,) * lead, "data") if np.ndim(leaf) > lead else P()
 
-    if regime == "manual":
-        batch = jax.tree.map(lambda leaf: spec(leaf, 1), jax.tree.map(lambda leaf: leaf[0], batches))
-        step = jax.shard_map(step, mesh=mesh, in_specs=(P(), batch), out_specs=P())  # state: one and the same
+    leaves, structure = jax.tree.flatten(batches)
+    jitted = compiled(regime, step, mesh, tuple(spec(leaf[0], 1) for leaf in leaves), structure)
     with jax.set_mesh(mesh):
         carry = jax.device_put(jax.tree.map(jnp.asarray, carry), NamedSharding(mesh, P()))
         placed = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, spec(leaf, 2))), batches)
-        results, jitted = [], jit(step)
+        results = []
         for i in range(STEPS):
             carry, result = jitted(carry, jax.tree.map(lambda leaf, i=i: leaf[i], placed))
             results.append(result)

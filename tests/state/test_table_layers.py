@@ -22,6 +22,7 @@ from te_jax.testing import tolerance
 COLLECTION = te.state.COLLECTION
 P = PartitionSpec
 LAYERS = 3
+SGD = optax.sgd(1e-3)
 
 
 class Dense(nn.Module):
@@ -53,20 +54,25 @@ def variables_of_branches():
     return {collection: {"a": a[collection], "b": b[collection]} for collection in a}
 
 
+@functools.cache
+def step_of_branches(regime):
+    def step(ts, batch):
+        grads = jax.grad(total(regime, loss_of_branches))(ts.params, *batch)
+        ts = ts.apply_gradients(grads=grads)
+        return ts, ts.params[COLLECTION]
+
+    return step
+
+
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize(
     "taken", [(True, False, True), (False, False, True)], ids=["not taken once", "unused at first"]
 )
 @pytest.mark.parametrize("cls", [train_state.TrainState, te.TrainState], ids=["starts anew", "keeps its state"])
 def test_branch(cls, taken, regime):
-    def step(ts, batch):
-        grads = jax.grad(total(regime, loss_of_branches))(ts.params, *batch)
-        ts = ts.apply_gradients(grads=grads)
-        return ts, ts.params[COLLECTION]
-
-    ts = cls.create(apply_fn=None, params=variables_of_branches(), tx=optax.sgd(1e-3))
+    ts = cls.create(apply_fn=None, params=variables_of_branches(), tx=SGD)
     x, dy = data()
-    ts, states = train(regime, step, ts, (x, dy, np.array(taken)))
+    ts, states = train(regime, step_of_branches(regime), ts, (x, dy, np.array(taken)))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(ts.params))
     always, sometimes = (read(next(iter(states[name].values()))) for name in "ab")
     amax = np.abs(np.stack([x[:, 0], dy[:, 0]])).max((2, 3, 4))[:, ::-1]  # of x and dy, newest first
