@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.extend.core
+from jax import ad_checkpoint
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
@@ -31,6 +32,22 @@ def jaxlib_version() -> tuple[int, ...]:
     import jaxlib
 
     return tuple(int(part) for part in jaxlib.__version__.split(".")[:3])
+
+
+def checkpoint_name(x: Any, name: str) -> Any:
+    """``jax.ad_checkpoint.checkpoint_name`` of a tree, for FP8 too.
+
+    With ``JAX_REMAT3=1`` what is saved goes through ``reduce_precision``, which takes the largest numbers of
+    float8_e4m3fn for infinite and leaves NaN (jax 0.11.2): there FP8 is named as bytes.
+    """
+
+    def named(leaf: jax.Array) -> jax.Array:
+        if not getattr(jax.config, "jax_remat3", False) or leaf.dtype.itemsize > 1 or leaf.dtype.kind in "iub":
+            return ad_checkpoint.checkpoint_name(leaf, name)
+        bits = ad_checkpoint.checkpoint_name(jax.lax.bitcast_convert_type(leaf, jax.numpy.uint8), name)
+        return jax.lax.bitcast_convert_type(bits, leaf.dtype)
+
+    return jax.tree.map(named, x)
 
 
 def no_mesh() -> AbstractContextManager:

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from jax.ad_checkpoint import checkpoint_name
-
+from te_jax import compat
 from te_jax.errors import check_value
 
 T = TypeVar("T")
@@ -54,7 +53,7 @@ NAMES: tuple[str, ...] = tuple(sorted({*MODULES, *TENSORS, *MAXTEXT}))
 
 def named(x: T, module: str, tensor: str) -> T:
     """x (an array, or a tree of them), named ``<module>_<tensor>`` for remat policies."""
-    return checkpoint_name(x, f"{module}_{tensor}")
+    return compat.checkpoint_name(x, f"{module}_{tensor}")
 
 
 def name(x: T, name: str) -> T:
@@ -65,7 +64,7 @@ def name(x: T, name: str) -> T:
     recomputed from a tensor that was saved.
     """
     check_value(isinstance(name, str) and name != "", "remat.name", "name", "a name", repr(name))
-    return checkpoint_name(x, tensor_of(name))
+    return compat.checkpoint_name(x, tensor_of(name))
 
 
 def tensor_of(name: str) -> str:

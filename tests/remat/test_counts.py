@@ -154,7 +154,8 @@ def placed(text):
     for line in text.splitlines():
         if "@annotate_device_placement" in line:
             kind = re.search(r'_xla_buffer_placement = "(\w+)"', line)[1]
-            found.append((re.search(r"-> tensor<(\S+)>", line)[1], kind))
+            tensor = re.search(r"-> tensor<(\S+)>", line)[1]
+            found.append((tensor.replace("xui8", "xf8E4M3FN"), kind))  # as jax_remat3 gets it
     return sorted(found)
 
 
