@@ -38,6 +38,8 @@ class LayerStack(nn.Module):
         check_type(isinstance(self.layer, nn.Module), "LayerStack", "layer", "a linen module", repr(self.layer))
         ok = isinstance(self.num_layers, int) and self.num_layers > 0
         check_value(ok, "LayerStack", "num_layers", "a positive int", repr(self.num_layers))
+        ok = self.policy is None or callable(self.policy)
+        check_type(ok, "LayerStack", "policy", "None or a policy of te.remat.policy(...)", repr(self.policy))
 
         def body(layer: Any, x: Array) -> tuple[Array, None]:
             return layer(x, *args, **kwargs), None

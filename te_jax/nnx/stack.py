@@ -39,6 +39,8 @@ class LayerStack(nnx.Module):
         check_type(callable(make_layer), "nnx.LayerStack", "make_layer", "a function of nnx.Rngs", repr(make_layer))
         ok = isinstance(num_layers, int) and num_layers > 0
         check_value(ok, "nnx.LayerStack", "num_layers", "a positive int", repr(num_layers))
+        ok = policy is None or callable(policy)
+        check_type(ok, "nnx.LayerStack", "policy", "None or a policy of te.remat.policy(...)", repr(policy))
         self.policy = policy
         create = nnx.vmap(make_layer, in_axes=0, out_axes=0)
         self.layers: Any = nnx.split_rngs(splits=num_layers)(create)(rngs)

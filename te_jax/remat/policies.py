@@ -90,8 +90,9 @@ def policy(
     extra = _names("extra_names", extra_names)
     if isinstance(save, Mapping):
         check_value(not tuple(offload), "remat.policy", "offload", "nothing beside a dictionary", repr(offload))
-        recomputed, save, offload = _from_mapping(save)
-        _check_known("save", _names("save", recomputed), extra)
+        for name in _names("save", save.keys()):
+            _check_known(f"save[{name!r}]", (name,), extra)
+        save, offload = _from_mapping(save)
     saved, offloaded = _names("save", save), _names("offload", offload)
     for argument, asked in (("save", saved), ("offload", offloaded)):
         _check_known(argument, asked, extra)
@@ -115,10 +116,10 @@ def _names(argument: str, asked: Any) -> tuple[str, ...]:
 
 
 def _from_mapping(places: Mapping[str, str]) -> tuple[list[str], ...]:
-    """The names of a dictionary by place, in the order of ``_PLACES``."""
+    """The names of a dictionary that are to stay on the device, and those to be offloaded."""
     for name, place in places.items():
         check_value(place in _PLACES, "remat.policy", f"save[{name!r}]", " or ".join(map(repr, _PLACES)), repr(place))
-    return tuple([name for name, place in places.items() if place == wanted] for wanted in _PLACES)
+    return tuple([name for name, place in places.items() if place == wanted] for wanted in ("device", "offload"))
 
 
 def _check_known(argument: str, asked: Iterable[str], extra: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import te_jax as te
 from te_jax import compat, doctor
@@ -63,6 +64,8 @@ def test_extra_names_are_modules_or_tensors():
             ValueError,
             r"save\['fc1'\]: expected 'remat' or 'device' or 'offload', got 'host'",
         ),
+        ({"save": {"contxt": "offload"}}, ValueError, r"save\['contxt'\]: .*got 'contxt'; did you mean 'context'"),
+        ({"save": {"fc3": "remat"}}, ValueError, r"save\['fc3'\]: .*got 'fc3'; did you mean"),
         ({"save": {"fc1": "device"}, "offload": ("fc2",)}, ValueError, "nothing beside a dictionary"),
         ({"save": "fc1"}, TypeError, r"save: expected names, e.g. \('fc1',\), got 'fc1'"),
         ({"offload": (1,)}, TypeError, "offload: expected names, got 1"),
@@ -72,6 +75,15 @@ def test_extra_names_are_modules_or_tensors():
 def test_errors(arguments, error, match):
     with pytest.raises(error, match=match):
         te.remat.policy(**arguments)
+
+
+@pytest.mark.parametrize("policy", ["fc1", {"fc1": "offload"}])
+def test_a_stack_takes_a_policy_not_its_names(policy):
+    expected = r"LayerStack: policy: expected None or a policy of te.remat.policy\(...\), got (?s:.*)fc1"
+    with pytest.raises(TypeError, match=expected):
+        te.flax.LayerStack(te.flax.Dense(16), 2, policy).init(jax.random.key(0), X)
+    with pytest.raises(TypeError, match=rf"nnx.{expected}"):
+        te.nnx.LayerStack(lambda rngs: te.nnx.Dense(16, 16, rngs=rngs), 2, policy=policy, rngs=nnx.Rngs(0))
 
 
 def test_a_name_to_remat_has_to_be_known_too():
