@@ -216,6 +216,10 @@ def test_linears_share_the_sizes(between):
     message = r"extra inputs: expected 2, for .*GroupedLinear.* and .*GroupedLinear.*, .*AddExtraInput.*, got 3"
     with pytest.raises(ValueError, match=message):
         once.apply(variables, x, sizes, sizes, x)
+    typo = te.Sequential([ops.GroupedLinear(G, N, sizes="a"), ops.GroupedLinear(G, N, sizes="b")])
+    message = r"expected 2, for ops\[0\] \(GroupedLinear\) as 'a', ops\[1\] \(GroupedLinear\) as 'b', got 1"
+    with pytest.raises(ValueError, match=message):
+        typo.init(jax.random.key(0), x, sizes)
     unlike = te.Sequential([ops.GroupedLinear(G, N, sizes="a"), ops.GroupedLinear(G + 1, N, sizes="a")])
     with pytest.raises(
         ValueError, match=r"extra input 0, for ops\[1\] \(GroupedLinear\): expected shape \(5,\), got \(4,\)"

@@ -30,7 +30,7 @@ class Value(NamedTuple):
 class Extras:
     """``inputs``: for every place where its extra inputs come from. ``outputs``: what the call returns, in order.
 
-    ``takers``: the labels of what takes the call's extra inputs, in order; of several that share one, all.
+    ``takers``: the labels of what takes the call's extra inputs, in order; of several that share one, all and its name.
     """
 
     inputs: tuple[tuple[Value, ...], ...]
@@ -53,14 +53,15 @@ def read_extras(places: Sequence[Place | Foreign]) -> Extras:
     for n, place in enumerate(places):
         sources = []
         for channel in place.input_channels:
+            label = f"{place.label} as {channel.name!r}" if isinstance(channel, Shared) else place.label
             if channel in shared:
-                takers[shared[channel]] += f" and {place.label}"
+                takers[shared[channel]] += f" and {label}"
                 sources.append(Value(CALL, shared[channel]))
             elif channel is None or isinstance(channel, Shared):
                 if channel is not None:
                     shared[channel] = len(takers)
                 sources.append(Value(CALL, len(takers)))
-                takers.append(place.label)
+                takers.append(label)
             else:
                 sources.append(channels.take(n, channel))
         inputs.append(tuple(sources))
