@@ -1,9 +1,9 @@
 """The loop of ``te.accumulate_gradients(main_grad=True)``.
 
 A first trace, of which only the program is looked at, gives every kernel a buffer to try. A kernel has a main gradient
-if that buffer came back used, once, and no branch leaves it out; if its own gradient is zero beside it, which is what a
-linear leaves of it, it is not even asked for. So gradients are right whatever else the loss does with a kernel: what
-isn't known to be accumulated in a buffer is an ordinary gradient.
+if that buffer came back used, once, no branch leaves it out, and its own gradient is the same value: it is what the
+linear was given, and nothing else was made of it. If it is that value alone, it is not even asked for. So gradients are
+right whatever else the loss does with a kernel: what isn't known to be accumulated in a buffer is an ordinary gradient.
 """
 
 from __future__ import annotations
@@ -174,8 +174,12 @@ def _find(loss_fn: Callable, variables: Any, microbatch: Any) -> _Kernels:
             "keep ordinary gradients: apply modules with all of the variables; nn.scan and nn.vmap need "
             f"{main_grad.COLLECTION!r} in their variable_axes"
         )
-    marks = [program.is_marked(1 + len(leaves) + n, main_grad.MARK) for n in range(len(places))]
-    paths = {i: path for (i, path), marked in zip(places.items(), marks, strict=True) if marked}
-    expected = "a loss of at least one te_jax linear that is given a buffer (it is applied with all of the variables)"
+    # The linear gives what it wrote to both. Where that is all that becomes of it, the buffer is the kernel's: not that
+    # of another kernel, nor of something that is computed from one.
+    used = [program.only_result(1 + len(leaves) + n, 1 + i, main_grad.MARK) for n, i in enumerate(places)]
+    found = {i: how for i, how in zip(places, used, strict=True) if how is not None}
+    paths = {i: places[i] for i in found}
+    expected = "a loss of at least one te_jax linear that is given a buffer (it is applied with all of the variables) "
+    expected += "and a kernel as it is in params"
     check_value(bool(paths), "accumulate_gradients", "main_grad", expected, "one without")
-    return _Kernels(structure, paths, frozenset(i for i in paths if program.is_zero(1 + i)))
+    return _Kernels(structure, paths, frozenset(i for i, how in found.items() if how == "alone"))

@@ -1,13 +1,14 @@
 """Programs as JAX traces them (jaxprs): where an output comes from, and scans that update stacked buffers in place.
 
-Everything here is safe where it doesn't know a primitive: an output is then neither zero nor marked, a scan stays as
-it is.
+Everything here is safe where it doesn't know a primitive: an output is then not known to be another's value, a scan
+stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 from jax import lax
@@ -15,8 +16,31 @@ from jax import lax
 from te_jax import compat
 
 # Primitives whose result is the operand, in other words: of another shape, type or place.
-_SAME = frozenset(("reshape", "copy", "copy_p", "convert_element_type", "pvary", "pcast", "reshard"))
-_SAME_IF_ZERO = _SAME | {"broadcast_in_dim", "transpose", "squeeze", "sharding_constraint", "neg", "psum", "reduce_sum"}
+_SAME = frozenset(
+    ("reshape", "copy", "copy_p", "convert_element_type", "pvary", "pcast", "reshard", "sharding_constraint")
+)
+_SUMS = ("add_any", "add")
+
+
+class Equation:
+    """An equation, equal to itself alone."""
+
+    def __init__(self, eqn: Any) -> None:
+        self.eqn = eqn
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equation) and self.eqn is other.eqn
+
+    def __hash__(self) -> int:
+        return id(self.eqn)
+
+
+Path = tuple[Equation, ...]
+
+
+def _is_named(term: tuple[Path, Equation | None], name: str) -> bool:
+    made = term[1]
+    return made is not None and made.eqn.primitive.name == "name" and made.eqn.params["name"] == name
 
 
 class Program:
@@ -30,43 +54,58 @@ class Program:
         self.closed = closed
         self._makers: dict[int, dict[Any, tuple[Any, int]]] = {}
 
-    def is_zero(self, output: int) -> bool:
-        """Whether an output is zero whatever the arguments are."""
-        return self._is_zero(self.closed.jaxpr, self.closed.jaxpr.outvars[output])
+    def only_result(self, output: int, other: int, name: str) -> Literal["alone", "in a sum"] | None:
+        """Whether ``output`` is a value that ``checkpoint_name`` gave this name and that only goes to ``other`` too.
 
-    def is_marked(self, output: int, name: str) -> bool:
-        """Whether an output is one value that ``jax.ad_checkpoint.checkpoint_name`` gave this name.
-
-        It may come out of scans, a part of it from each step; but a sum is none, nor is what a branch may not make.
+        Both may come out of scans, a part of them from each step; but ``output`` is no sum, and what a branch may not
+        make is neither. "in a sum": ``other`` has it as one of its terms, once.
         """
-        jaxpr, var = self.closed.jaxpr, self.closed.jaxpr.outvars[output]
-        while (made := self._maker(jaxpr, var)) is not None:
-            eqn, index = made
-            primitive = eqn.primitive.name
-            if primitive == "name":
-                return eqn.params["name"] == name
-            if primitive in _SAME:
-                var = eqn.invars[0]
-            elif (inner := _inner(eqn, index)) is not None:
-                jaxpr, var = inner, inner.outvars[index]
-            else:
-                return False
-        return False
+        tops = [self.closed.jaxpr.outvars[i] for i in (output, other)]
+        first, second = ([*self._terms((), self.closed.jaxpr, top)] for top in tops)
+        found = [term for term in second if len(first) == 1 and term[-1] == first[0][-1]]
+        if len(found) != 1 or not _is_named(first[0][-1], name):
+            return None
+        steps = first[0][:-1] + found[0][:-1]
+        if not self._stays_in({(path, var) for path, _, var in steps}, {path: jaxpr for path, jaxpr, _ in steps}, tops):
+            return None
+        return "alone" if len(second) == 1 else "in a sum"
 
-    def _is_zero(self, jaxpr: Any, var: Any) -> bool:
-        if compat.is_literal(var):
-            return not var.aval.shape and float(var.val) == 0
+    def _terms(self, path: Path, jaxpr: Any, var: Any) -> Iterator[tuple]:
+        """The terms of a sum, each as (..., (path, jaxpr, variable), (path, equation)): its way from what makes it.
+
+        A path has the equations that the jaxpr is inside of: one jaxpr may be that of several.
+        """
+        here = (path, jaxpr, var)
         if (made := self._maker(jaxpr, var)) is None:
-            return False
+            yield here, (path, None)
+            return
         eqn, index = made
-        if eqn.primitive.name in _SAME_IF_ZERO:
-            return self._is_zero(jaxpr, eqn.invars[0])
-        if eqn.primitive.name in ("add_any", "add"):
-            return all(self._is_zero(jaxpr, operand) for operand in eqn.invars)
-        if eqn.primitive.name == "cond":
-            return all(self._is_zero(branch.jaxpr, branch.jaxpr.outvars[index]) for branch in eqn.params["branches"])
-        inner = _inner(eqn, index)
-        return inner is not None and self._is_zero(inner, inner.outvars[index])
+        if eqn.primitive.name in _SUMS or eqn.primitive.name in _SAME:
+            below = itertools.chain.from_iterable(self._terms(path, jaxpr, operand) for operand in eqn.invars)
+        elif (inner := _inner(eqn, index)) is not None:
+            below = self._terms((*path, Equation(eqn)), inner, inner.outvars[index])
+        else:
+            yield here, (path, Equation(eqn))
+            return
+        for way in below:
+            yield here, *way
+
+    def _stays_in(self, ways: set, jaxprs: Mapping[Path, Any], tops: Sequence) -> bool:
+        """Whether the variables on these ways are read by nothing but what makes the next ones."""
+        for path, jaxpr in jaxprs.items():
+            here = {var for at, var in ways if at == path}
+            for eqn in jaxpr.eqns:
+                reads = any(not compat.is_literal(var) and var in here for var in eqn.invars)
+                if reads and not any(var in here for var in eqn.outvars):
+                    return False
+            if not path:
+                continue
+            above = {var for at, var in ways if at == path[:-1]}
+            for var, outer in zip(jaxpr.outvars, path[-1].eqn.outvars, strict=True):
+                if not compat.is_literal(var) and var in here and outer not in above:
+                    return False
+        top = [var for var in self.closed.jaxpr.outvars if not compat.is_literal(var) and ((), var) in ways]
+        return len(top) == len(tops)
 
     def _maker(self, jaxpr: Any, var: Any) -> tuple[Any, int] | None:
         """The equation that makes a variable, and which of its results it is; None: an argument or a constant."""

@@ -371,6 +371,38 @@ def test_what_else_a_loss_does_with_a_kernel():
     assert np.any(got["params"]["branch"]["kernel"])
 
 
+def changed_by_a_custom_vjp(params):
+    half = jax.custom_vjp(lambda params: params)
+    half.defvjp(lambda params: (params, None), lambda _, grads: (jax.tree.map(lambda g: g / 2, grads),))
+    return half(params)
+
+
+KERNELS = {
+    "scaled": lambda p: p | {"ops_0": jax.tree.map(lambda w: 2 * w, p["ops_0"])},
+    "frozen": lambda p: p | {"ops_0": jax.lax.stop_gradient(p["ops_0"])},
+    "low rank": lambda p: p | {"ops_0": {"kernel": p["ops_0"]["kernel"] + p["a"] @ p["b"]}},
+    "exchanged": lambda p: p | {"ops_0": p["ops_2"], "ops_2": p["ops_0"]},
+    "custom_vjp": lambda p: p | {"ops_0": changed_by_a_custom_vjp(p["ops_0"])},
+}
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_a_linear_whose_kernel_is_made_from_parameters(kind):
+    """Its gradient is not that of the parameter in the place of its buffer."""
+    linears = [ops.Linear(WIDTH, use_bias=False), ops.GELU(), ops.Linear(WIDTH, use_bias=False), ops.Linear(WIDTH)]
+    module, batch = te.Sequential(linears, dtype=jnp.float32), data(32)
+    batch = jax.tree.map(lambda x: x.astype(jnp.float32), batch)
+    variables = module.init(jax.random.key(1), batch[0])
+    a, b = jax.random.normal(jax.random.key(2), (2, WIDTH, 4)) / 8
+    variables = {"params": variables["params"] | {"a": a, "b": b.T}}
+
+    def loss(variables, batch):
+        return loss_of(module)({**variables, "params": KERNELS[kind](variables["params"])}, batch)
+
+    (_, want), (_, got) = both(loss, variables, batch, 2)
+    assert_equal_but_for_order(got, want)
+
+
 def test_linears_without_a_buffer_are_named():
     module, batch = Model(DELAYED, axes=tuple((k, v) for k, v in AXES.items() if k != COLLECTION)), data()
     variables = module.init(jax.random.key(1), batch[0])

@@ -128,6 +128,10 @@ def run_bwd(run: Run, residuals, cotangents):
     extra_grads = extra_values.entering_grads(run, contexts, extra_kinds)
     state_grad = write_state(run, state, [{**f, **ctx.used} for f, ctx in zip(used, contexts, strict=True)])
     param_grads, main_grads = _param_grads(params, contexts), _next_main_grads(main_grads, contexts)
+    for scope, node in main_grads.items():
+        if node.mode == "try":  # the value is looked for in the gradient of what the kernel was made from
+            kernel = params[scope]["kernel"]
+            param_grads[scope]["kernel"] = Like.of(kernel).match(node.buffer.astype(kernel.dtype))
     return param_grads, state_grad, None, None, x_kind.match(dy), extra_grads, main_grads
 
 

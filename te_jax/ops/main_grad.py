@@ -41,7 +41,7 @@ class MainGrad:
         shard's: nothing is summed over these.
       mode: what a differentiated call does. "overwrite": what is in the buffer is not read; for the first microbatch.
         "add": wgrad adds to it. "try": as "overwrite", but where it can't be used, as its kernel is not that of a
-        single linear, it isn't: its cotangent is zero then, the kernel's is not.
+        single linear, it isn't: its cotangent is zero then. The kernel has its own cotangent too, the same value.
     """
 
     buffer: Array
