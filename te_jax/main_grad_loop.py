@@ -61,15 +61,21 @@ class _Kernels:
         return traverse_util.unflatten_dict(dict(zip(self.paths.values(), nodes, strict=True)))
 
     def buffers_of(self, collection: Any) -> list[Array]:
-        flat: dict[Any, Any] = traverse_util.flatten_dict(collection, is_leaf=lambda _, x: isinstance(x, MainGrad))
+        flat = _nodes(collection)
         return [flat[path].buffer for path in self.paths.values()]
 
-    def gradients(self, loss_fn: Callable, mode: Mode) -> Callable:
-        """(moving leaves, buffers, fixed leaves, microbatch) -> (loss, gradients of moving leaves, next buffers)."""
+    def gradients(self, loss_fn: Callable, mode: Mode, again: set[Path] | None = None) -> Callable:
+        """(moving leaves, buffers, fixed leaves, microbatch) -> (loss, gradients of moving leaves, next buffers).
+
+        ``again`` is given the places of buffers that were used more than once.
+        """
 
         def loss_of(moving: Any, collection: Any, fixed: Any, microbatch: Any) -> Array:
             variables = self.structure.unflatten(self.join(moving, fixed))
-            return loss_fn({**variables, main_grad.COLLECTION: collection}, microbatch)
+            loss = loss_fn({**variables, main_grad.COLLECTION: collection}, microbatch)
+            if again is not None:
+                again.update(path for path, node in _nodes(collection).items() if node.used_again())
+            return loss
 
         def gradients(moving: Any, buffers: Any, fixed: Any, microbatch: Any) -> Any:
             grad = jax.value_and_grad(loss_of, argnums=(0, 1))
@@ -145,6 +151,10 @@ def run(
     return loss, fp8_state.merge(rest, fp8_state.accumulate_stacked(stacked_state)) if stacked_state else rest
 
 
+def _nodes(collection: Any) -> dict[Any, MainGrad]:
+    return traverse_util.flatten_dict(collection, is_leaf=lambda _, x: isinstance(x, MainGrad))
+
+
 def _is_state(variables: Any) -> list[bool]:
     paths = [path for path, _ in jax.tree.leaves_with_path(variables)]
     return [_names(path)[0] == COLLECTION for path in paths]
@@ -166,8 +176,9 @@ def _find(loss_fn: Callable, variables: Any, microbatch: Any) -> _Kernels:
             places[i] = name
     tried = _Kernels(structure, places, frozenset())
     empty = [compat.zeros_like(leaves[i], jnp.float32) for i in places]
+    again: set[Path] = set()  # one of the uses may not be differentiated, and a linear would refuse it
     with finding_without() as without:
-        program, _ = programs.trace(tried.gradients(loss_fn, "try"), leaves, empty, [], microbatch)
+        program, _ = programs.trace(tried.gradients(loss_fn, "try", again), leaves, empty, [], microbatch)
     if without:
         warn(
             f"te.accumulate_gradients: main_grad=True: {', '.join(without)}: no buffer is handed down to them, so they "
@@ -177,7 +188,7 @@ def _find(loss_fn: Callable, variables: Any, microbatch: Any) -> _Kernels:
     # The linear gives what it wrote to both. Where that is all that becomes of it, the buffer is the kernel's: not that
     # of another kernel, nor of something that is computed from one.
     used = [program.only_result(1 + len(leaves) + n, 1 + i, main_grad.MARK) for n, i in enumerate(places)]
-    found = {i: how for i, how in zip(places, used, strict=True) if how is not None}
+    found = {i: how for i, how in zip(places, used, strict=True) if how is not None and places[i] not in again}
     paths = {i: places[i] for i in found}
     expected = "a loss of at least one te_jax linear that is given a buffer (it is applied with all of the variables) "
     expected += "and a kernel as it is in params"

@@ -403,6 +403,22 @@ def test_a_linear_whose_kernel_is_made_from_parameters(kind):
     assert_equal_but_for_order(got, want)
 
 
+def test_a_second_call_that_is_not_differentiated():
+    """Of a head's kernels, as targets; those of the rest have buffers."""
+    head = te.Sequential([ops.Linear(WIDTH, use_bias=False)], dtype=jnp.float32)
+    body = te.Sequential([ops.Linear(WIDTH, use_bias=False)], dtype=jnp.float32)
+    batch = jax.tree.map(lambda x: x.astype(jnp.float32), data(32))
+    params = {name: head.init(jax.random.key(i), batch[0])["params"] for i, name in enumerate(("head", "body"))}
+
+    def loss(variables, batch):
+        h, b = ({c: tree[name] for c, tree in variables.items() if name in tree} for name in ("head", "body"))
+        x, y = batch
+        return jnp.mean((head.apply(h, body.apply(b, x)) - jax.lax.stop_gradient(head.apply(h, y))) ** 2)
+
+    (_, want), (_, got) = both(loss, {"params": params}, batch, 2)
+    assert_equal_but_for_order(got, want)
+
+
 def test_linears_without_a_buffer_are_named():
     module, batch = Model(DELAYED, axes=tuple((k, v) for k, v in AXES.items() if k != COLLECTION)), data()
     variables = module.init(jax.random.key(1), batch[0])

@@ -55,8 +55,12 @@ class MainGrad:
         if not isinstance(self.buffer, jax.core.Tracer):
             return True
         used = "_used" in vars(self)
-        object.__setattr__(self, "_used", True)
+        object.__setattr__(self, "_used_again" if used else "_used", True)
         return not used
+
+    def used_again(self) -> bool:
+        """Whether this object was used more than once, differentiated or not."""
+        return "_used_again" in vars(self)
 
     def check(self, where: str, kernel: TensorType) -> None:
         """Raises a ValueError or TypeError unless it is the buffer of such a kernel."""
