@@ -171,7 +171,7 @@ def _find(loss_fn: Callable, variables: Any, microbatch: Any) -> _Kernels:
     places: dict[int, Path] = {}
     for i, (path, leaf) in enumerate(flat):
         collection, *inside = _names(path)
-        name = tuple(inside[: inside.index("kernel") + 1]) if "kernel" in inside else ()  # a box may be around a leaf
+        name = tuple(inside[:-1] if inside[-1:] == ["value"] else inside)  # a box may be around a leaf
         if collection == "params" and name and main_grad.is_kernel(name, leaf):
             places[i] = name
     tried = _Kernels(structure, places, frozenset())

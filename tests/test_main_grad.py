@@ -310,6 +310,21 @@ def test_which_kernels_have_buffers():
     assert_equal_but_for_order(jax.jit(step)(variables, batch)[1]["params"], plain[1]["params"])
 
 
+class NamedKernel(nn.Module):
+    """A linear whose name is that of its kernel."""
+
+    @nn.compact
+    def __call__(self, x):
+        return te.flax.Dense(WIDTH, name="kernel", **BF16)(x)
+
+
+def test_a_linear_of_the_name_of_its_kernel():
+    module, batch = NamedKernel(), data()
+    variables = module.init(jax.random.key(1), batch[0][:16])
+    plain, main = both(loss_of(module), variables, batch)
+    assert_equal_but_for_order(main, plain)
+
+
 class Twice(nn.Module):
     """A chain with a linear that is listed twice, called twice itself; a scan whose steps share a kernel."""
 
