@@ -80,7 +80,7 @@ def test_the_cotangent_is_the_next_buffer(recipe, mode):
     """Overwritten: equal to the ordinary gradient, whatever was in the buffer. Added to: the sum."""
     module, (x, y) = chain(RECIPES[recipe]), data(32)
     variables = module.init(jax.random.key(1), x)
-    want = jax.grad(loss_of(module))(variables, (x, y))
+    want = jax.jit(jax.grad(loss_of(module)))(variables, (x, y))
     was = jnp.nan if mode == "overwrite" else 2.0**-10
     buffers = te.main_grad.init(variables["params"], mode)
     buffers = jax.tree.map(lambda buffer: jnp.full_like(buffer, was), buffers)
