@@ -42,8 +42,8 @@ def init(params: Any, mode: Mode = "overwrite") -> dict[str, Any]:
 
     Those of kernels that no te_jax linear uses, or several, have to be taken out again: a call leaves zeros in a buffer
     that it does not use, and a second use in a call is an error. So have those of kernels that the loss computes with
-    before a linear gets them (frozen, scaled, adapted by LoRA): what is in a buffer is the gradient of what the linear was
-    given. ``te.accumulate_gradients`` finds that out by itself.
+    before a linear gets them (frozen, scaled, adapted by LoRA): what is in a buffer is the gradient of what the linear
+    was given. ``te.accumulate_gradients`` finds that out by itself.
 
     Args:
       params: the collection ``params``.

@@ -213,9 +213,9 @@ def check_treated(got, uses, before, rounding, beyond=1.0):
 
 
 def beyond_half_an_octave(uses, how):
-    """[Q]: how many times larger the newest amax may be, of amaxes more than s * 2**31 apart (quant/state_leaves.py)."""
+    """[Q]: the factor by which the newest amax may be above that, of amaxes more than s * 2**31 apart."""
     weights = treated(list(np.eye(len(uses), dtype=np.float32)), how)
-    s = weights.min() / weights.sum()  # the smallest share of a use
+    s = weights.min() / weights.sum()  # the smallest share of a use, as in te_jax/quant/state_leaves.py
     return np.where(uses.max(0) > s * 2.0**31 * uses.min(0), 1.1 / s, 1.0)
 
 
