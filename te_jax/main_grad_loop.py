@@ -151,7 +151,7 @@ def run(
     return loss, fp8_state.merge(rest, fp8_state.accumulate_stacked(stacked_state)) if stacked_state else rest
 
 
-def _nodes(collection: Any) -> dict[Any, MainGrad]:
+def _nodes(collection: Any) -> dict[Any, Any]:
     return traverse_util.flatten_dict(collection, is_leaf=lambda _, x: isinstance(x, MainGrad))
 
 
