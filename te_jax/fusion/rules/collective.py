@@ -14,7 +14,7 @@ AllGather writes them, also where the AllGather is a step of its own (PRODUCER_T
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -24,6 +24,7 @@ from te_jax.collective.run import Along
 from te_jax.errors import required
 from te_jax.fusion.pattern import Rule, Window, slot
 from te_jax.fusion.rules.linear import why_no_fp8_gemm
+from te_jax.fusion.rules.producer import ProducerQuantize
 from te_jax.ops import collective_linear, linear
 from te_jax.ops.activation import ACTIVATIONS
 from te_jax.ops.base import LinkInfo, tokens
@@ -33,7 +34,6 @@ from te_jax.ops.linear import BasicLinear
 from te_jax.ops.norm import NORMS
 from te_jax.ops.residual import MakeExtraOutput
 from te_jax.parallel import mesh
-from te_jax.quant.tensor import QTensor
 from te_jax.recipe import BlockScaling
 
 GATHERS, SCATTERS = "all_gather_matmul", "matmul_reduce_scatter"
@@ -288,29 +288,15 @@ ALL_GATHER_DGRAD = Rule(
 
 
 @dataclasses.dataclass(frozen=True)
-class ProducerThroughGather:
+class ProducerThroughGather(ProducerQuantize):
     """The step: the producer writes the linear's FP8 input, of which the AllGather between them has a part."""
 
-    producer: int
-    output: int | None
-    consumer: int
+    reader: ClassVar[str] = "the linear behind the gather"
 
-    @property
-    def links(self) -> tuple[int, ...]:
-        return (self.producer,) if self.output is None else (self.producer, self.output)
-
-    @property
-    def name(self) -> str:
-        return "quantizes for the linear behind the gather" + ("" if self.output is None else ", keeps the result")
-
-    def __call__(self, contexts: list[Any], x: Any) -> QTensor:
-        ctx, consumer = contexts[self.producer], contexts[self.consumer]
-        quantizing = linear.quantizing(consumer.info, "x") | {"data_t": False, "hp": self.output is not None}
-        quantizing["amax"] = consumer.train and consumer.info.quantizing_recipe.stateful
-        out = ctx.info.op.forward_quantized(ctx, x, linear.scale_of(consumer, "x"), quantizing)
-        if self.output is not None:
-            contexts[self.output].extra_outputs = (required(out.hp, "producer", "hp"),)
-        return linear.as_qtensor(consumer, "x", out, x.dtype)
+    def quantizing(self, consumer: Any) -> dict[str, Any]:
+        info = consumer.info
+        amax = consumer.train and info.quantizing_recipe.stateful
+        return linear.quantizing(info, "x") | {"data_t": False, "amax": amax}
 
 
 def _through_condition(window: Window) -> str | None:

@@ -6,7 +6,7 @@ Only that, unless its result is also an extra value: then one pass writes both.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from te_jax.errors import required
 from te_jax.fusion.pattern import Rule, Window, slot
@@ -27,17 +27,23 @@ class ProducerQuantize:
     output: int | None
     consumer: int
 
+    reader: ClassVar[str] = "the next linear"  # for the plan
+
     @property
     def links(self) -> tuple[int, ...]:
         return (self.producer,) if self.output is None else (self.producer, self.output)
 
     @property
     def name(self) -> str:
-        return "quantizes for the next linear" + ("" if self.output is None else ", keeps the result")
+        return f"quantizes for {self.reader}" + ("" if self.output is None else ", keeps the result")
+
+    def quantizing(self, consumer: Any) -> dict[str, Any]:
+        """What the linear wants of its input."""
+        return linear.quantizing(consumer.info, "x", train=consumer.train)
 
     def __call__(self, contexts: list[Any], x: Any) -> QTensor:
         ctx, consumer = contexts[self.producer], contexts[self.consumer]
-        quantizing = linear.quantizing(consumer.info, "x", train=consumer.train) | {"hp": self.output is not None}
+        quantizing = self.quantizing(consumer) | {"hp": self.output is not None}
         out = ctx.info.op.forward_quantized(ctx, x, linear.scale_of(consumer, "x"), quantizing)
         if self.output is not None:
             contexts[self.output].extra_outputs = (required(out.hp, "producer", "hp"),)
