@@ -193,3 +193,11 @@ def nnx_scan_bodies() -> Iterator[Mapping[str, Any]]:
 
     names = ("ScanFn", "SimpleScanFn")  # with graph updates, and without (new in flax 0.12)
     return running(*(getattr(iteration, name).__call__ for name in names if hasattr(iteration, name)))
+
+
+def checkpoint_name_of(eqn: Any) -> str | None:
+    """The name that ``checkpoint_name`` gives in an equation of a jaxpr; None: it is something else."""
+    if eqn.primitive.name == "name":
+        return eqn.params["name"]
+    made = eqn.params.get("_prim")  # with jax_remat3
+    return made.params["name"] if type(made).__name__ in ("CheckpointName", "CheckpointNameFwd") else None

@@ -40,7 +40,7 @@ Path = tuple[Equation, ...]
 
 def _is_named(term: tuple[Path, Equation | None], name: str) -> bool:
     made = term[1]
-    return made is not None and made.eqn.primitive.name == "name" and made.eqn.params["name"] == name
+    return made is not None and compat.checkpoint_name_of(made.eqn) == name
 
 
 class Program:
@@ -182,7 +182,8 @@ def _before(jaxpr: Any, targets: Numbers) -> Numbers:
     """``targets`` with the variables that they are the same values as."""
     found = dict(targets)
     for eqn in reversed(jaxpr.eqns):
-        if eqn.primitive.name in _SAME | {"name"} and eqn.outvars[0] in found:
+        same = eqn.primitive.name in _SAME or compat.checkpoint_name_of(eqn) is not None
+        if same and eqn.outvars[0] in found:
             found.setdefault(eqn.invars[0], found[eqn.outvars[0]])
     return found
 
