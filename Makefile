@@ -97,7 +97,7 @@ cpp-sanitize: $(BUILD_TOOLS)
 	$(CMAKE_BUILD) build/cpp-sanitize
 	$(BIN)/ctest --test-dir build/cpp-sanitize --output-on-failure
 	$(CMAKE) -S . -B build/cpp-thread -DTE_JAX_CUDA=OFF -DTE_JAX_PYTHON=OFF -DTE_JAX_TESTS=ON -DTE_JAX_SANITIZE=thread
-	$(CMAKE_BUILD) build/cpp-thread --target comm_schedule_test comm_channel_test
+	$(CMAKE_BUILD) build/cpp-thread --target comm_schedule_test comm_channel_test comm_meeting_test comm_operands_test
 	setarch -R $(BIN)/ctest --test-dir build/cpp-thread --output-on-failure -R '^comm_'  # TSan wants fixed addresses
 
 bazel: $(STAMP) $(BUILD_TOOLS)
