@@ -8,6 +8,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 import optax
+from flax import struct
 from flax.core import unfreeze
 from flax.training import train_state
 from jax import Array
@@ -42,6 +43,13 @@ class TrainState(train_state.TrainState):
       opt_state: of ``tx`` for the parameters alone, in either case: it does not depend on the recipe.
       step, apply_fn, tx: flax's.
     """
+
+    # jax (0.10 to 0.12) takes dataclasses of different classes for equal where their fields are: jit (jaxlib 0.10) then
+    # ran, in one of about a hundred processes, what it had compiled for flax's class. Static data, so that they differ.
+    _class: Any = struct.field(pytree_node=False, default=None, kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_class", type(self))
 
     @classmethod
     def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any) -> Self:

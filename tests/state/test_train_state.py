@@ -1,5 +1,7 @@
 """te.TrainState: what it has beside flax's. That it trains as flax's does is in the table."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +46,23 @@ def test_optimizer_state_is_that_of_flax_and_of_parameters_alone():
             jax.tree.map(jnp.shape, flax.opt_state)
         )
     assert jax.tree.structure(create(optax.adam(1e-3)).opt_state) == jax.tree.structure(flax.opt_state)
+
+
+def test_no_other_class_has_its_structure():
+    """jit would take the one for the other, and run what it compiled for that (jax alone compares fields only)."""
+
+    class OfUser(te.TrainState):
+        pass
+
+    states = [cls.create(apply_fn=None, params=variables(), tx=SGD) for cls in (te.TrainState, OfUser)]
+    structures = [jax.tree.structure(ts) for ts in states]
+    structures.append(jax.tree.structure(train_state.TrainState.create(apply_fn=None, params=variables(), tx=SGD)))
+    for i, structure in enumerate(structures):
+        assert [structure == other for other in structures] == [i == j for j in range(3)]
+    for ts, structure in zip(states, structures, strict=False):
+        for same in (jax.tree.map(lambda leaf: leaf, ts), ts.replace(step=1), copy.deepcopy(ts)):
+            assert type(same) is type(ts)
+            assert jax.tree.structure(same) == structure
 
 
 @pytest.mark.parametrize(
