@@ -15,6 +15,7 @@ from killed_saver import KEEP, RECIPE, content
 
 from te_jax import checkpoint
 from te_jax.testing.compare import assert_trees_identical
+from te_jax.testing.compiling import xla_flags
 
 ROUNDS = 50
 
@@ -25,7 +26,7 @@ def test_killed_at_random_moments(tmp_path):
     seed = secrets.randbelow(2**32)
     print(f"seed {seed}")
     program = pathlib.Path(__file__).with_name("killed_saver.py")
-    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu"}
     run = subprocess.run(
         [sys.executable, str(program), str(tmp_path), str(ROUNDS), str(seed)],
         env=environment,

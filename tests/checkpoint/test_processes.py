@@ -16,6 +16,7 @@ from two_processes import RECIPE
 
 from te_jax import checkpoint
 from te_jax.testing.compare import assert_trees_identical
+from te_jax.testing.compiling import xla_flags
 
 SECONDS = 120  # for both; they take about ten
 
@@ -29,7 +30,7 @@ def free_port():
 def run_both(directory):
     """Starts the two processes; whatever happens, none is left."""
     program = pathlib.Path(two_processes.__file__)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(2)}
     port = free_port()
     both = [
         subprocess.Popen(

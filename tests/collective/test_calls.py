@@ -18,6 +18,7 @@ from te_jax.collective import plan
 from te_jax.parallel import mesh as mesh_lib
 from te_jax.testing import cases, hlo, oracle, tolerance
 from te_jax.testing.compare import assert_within
+from te_jax.testing.compiling import xla_flags
 
 P = PartitionSpec
 DEVICES = 8
@@ -245,7 +246,7 @@ def test_two_processes():
         one.bind(("localhost", 0))
         port = one.getsockname()[1]
     program = pathlib.Path(__file__).with_name("two_processes.py")
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(2)}
     command = [sys.executable, str(program), str(port)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     both = [subprocess.Popen([*command, str(i)], env=environment, **pipes) for i in range(2)]

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from te_jax.testing.compiling import xla_flags
 from te_jax.testing.runs import EXAMPLES, environment
 
 TINY = ["--layers", "2", "--width", "64", "--seq", "64", "--batch", "4", "--steps", "3", "--data", str(EXAMPLES)]
@@ -13,7 +14,7 @@ TINY = ["--layers", "2", "--width", "64", "--seq", "64", "--batch", "4", "--step
 
 def run(tmp_path, *flags):
     command = [sys.executable, str(EXAMPLES / "collective_matmul.py"), *TINY, *flags]
-    env = environment(tmp_path / "cache", JAX_PLATFORMS="cpu", XLA_FLAGS="")
+    env = environment(tmp_path / "cache", JAX_PLATFORMS="cpu", XLA_FLAGS=xla_flags(8))
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from te_jax.testing import runs
+from te_jax.testing.compiling import xla_flags
 from te_jax.testing.runs import EXAMPLES, environment, leaves, losses, steps
 
 TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--seq", "32", "--batch", "4", "--schedule-steps", "20"]
@@ -28,7 +29,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def env(data):
-    return environment(data / "cache", JAX_PLATFORMS="cpu", XLA_FLAGS="")  # one device
+    return environment(data / "cache", JAX_PLATFORMS="cpu", XLA_FLAGS=xla_flags(1))
 
 
 def command(data, out, *flags):

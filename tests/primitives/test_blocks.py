@@ -11,6 +11,7 @@ from te_jax import config, primitives
 from te_jax.primitives import ActivationGradSpec, ActivationSpec, GemmSpec, NormSpec, QuantizeSpec
 from te_jax.testing import blocks, cases, hlo, oracle, tolerance
 from te_jax.testing.compare import assert_within
+from te_jax.testing.compiling import OPTIMIZED
 
 ROWS, SQUARES = "block_1x128", "block_128x128"
 BOTH = {"format": "e4m3", "data_t": True}
@@ -26,10 +27,10 @@ def wide(shape, dtype=jnp.bfloat16):
 
 def both(function, *operands):
     """The results of the custom call and of the reference; asserts that the first one is a custom call."""
-    compiled = jax.jit(function).lower(*operands).compile()
+    compiled = jax.jit(function).lower(*operands).compile(OPTIMIZED)
     assert hlo.count_custom_calls(compiled.as_text()).total() == 1
     with config.custom_calls(False):
-        reference = jax.jit(function).lower(*operands).compile()
+        reference = jax.jit(function).lower(*operands).compile(OPTIMIZED)
         assert hlo.count_custom_calls(reference.as_text()).total() == 0
         return compiled(*operands), reference(*operands)
 

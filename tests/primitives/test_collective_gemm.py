@@ -23,6 +23,7 @@ from te_jax.primitives.collective_schedule import Schedule, arena_bytes, schedul
 from te_jax.quant.block_reference import dequantize_block, from_gemm_layout
 from te_jax.testing import hlo, oracle, tolerance
 from te_jax.testing.compare import assert_trees_identical, assert_within
+from te_jax.testing.compiling import xla_flags
 
 SCATTER, GATHER = "matmul_reduce_scatter", "all_gather_matmul"
 KINDS = pytest.mark.parametrize("kind", [SCATTER, GATHER])
@@ -397,7 +398,7 @@ def test_two_processes():
         one.bind(("localhost", 0))
         port = one.getsockname()[1]
     program = pathlib.Path(__file__).with_name("collective_processes.py")
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(1)}
     command = [sys.executable, str(program), str(port)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     both = [subprocess.Popen([*command, str(i)], env=environment, **pipes) for i in range(2)]

@@ -19,6 +19,7 @@ from te_jax.primitives import (
 )
 from te_jax.primitives.spec import ACTIVATIONS, GATED_ACTIVATIONS
 from te_jax.testing import hlo, oracle
+from te_jax.testing.compiling import OPTIMIZED
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 SEED = np.float32(0)
@@ -30,10 +31,10 @@ def normal(shape, dtype=jnp.bfloat16, seed=0):
 
 def both(function, *operands):
     """The results of the custom call and of the reference; asserts that the first one is a custom call."""
-    compiled = jax.jit(function).lower(*operands).compile()
+    compiled = jax.jit(function).lower(*operands).compile(OPTIMIZED)
     assert hlo.count_custom_calls(compiled.as_text()).total() == 1
     with config.custom_calls(False):
-        reference = jax.jit(function).lower(*operands).compile()
+        reference = jax.jit(function).lower(*operands).compile(OPTIMIZED)
         assert hlo.count_custom_calls(reference.as_text()).total() == 0
         return compiled(*operands), reference(*operands)
 

@@ -19,8 +19,6 @@ FP8_MAX = np.float32([448, 448, 57344])  # of x, kernel, dy: the quantizers of a
 RUN = "fp8_0"
 MODULE = te.Sequential([ops.Linear(FEATURES, use_bias=False)], recipe=RECIPE)
 
-# Compiling is most of what these tests do.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 REGIMES = ("scan+remat", "auto", "explicit", "manual")
 
 
@@ -82,13 +80,12 @@ def replicas(regime, grad_fn):
 @functools.cache
 def compiled(regime, step, mesh=None, specs=(), structure=None):
     """The jitted program of a step, one for each function: data that differ are no reason to compile again."""
-    jit = functools.partial(jax.jit, compiler_options=QUICK)
     if regime == "scan+remat":
-        return jit(lambda carry, batches: jax.lax.scan(step, carry, batches))
+        return jax.jit(lambda carry, batches: jax.lax.scan(step, carry, batches))
     if regime == "manual":
         in_specs = (P(), structure.unflatten(specs))
         step = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=P())  # state: one and the same
-    return jit(step)
+    return jax.jit(step)
 
 
 def train(regime, step, carry, batches):

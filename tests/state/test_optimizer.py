@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from regimes import MODULE, QUICK, RECIPE, RUN, H, data, loss, read, variables
+from regimes import MODULE, RECIPE, RUN, H, data, loss, read, variables
 
 import te_jax as te
 
@@ -16,7 +16,6 @@ COLLECTION = te.state.COLLECTION
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 LAYER = te.flax.LayerNormMLP(features=16, hidden_features=32, recipe=RECIPE)
 grad = jax.jit(jax.grad(loss))
-jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def layer_loss(v, batch):
@@ -44,7 +43,7 @@ def of_larger_amax(a, b):
 def by_hand(microbatches):
     """Trains as MaxText does: FP8 state is popped from the gradients, and put back where it overwrites the old one."""
 
-    @jit
+    @jax.jit
     def step(v, opt_state, batch):
         params = {"params": v["params"]}
         total, states = None, []
@@ -68,7 +67,7 @@ def by_hand(microbatches):
 def with_optimizer(microbatches):
     tx = te.state.optimizer(TX)
 
-    @jit
+    @jax.jit
     def step(v, opt_state, batch):
         _, grads = te.accumulate_gradients(layer_loss, v, batch, num_microbatches=microbatches)
         updates, opt_state = tx.update(grads, opt_state, v)
@@ -82,7 +81,7 @@ def with_optimizer(microbatches):
 
 
 def with_train_state(microbatches):
-    @jit
+    @jax.jit
     def step(ts, batch):
         _, grads = ts.accumulate_gradients(layer_loss, batch, num_microbatches=microbatches)
         return ts.apply_gradients(grads=grads)

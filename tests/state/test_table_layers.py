@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax.training import train_state
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from regimes import BATCH, FEATURES, QUICK, RECIPE, REGIMES, STEPS, TOKENS, data, read, total, train
+from regimes import BATCH, FEATURES, RECIPE, REGIMES, STEPS, TOKENS, data, read, total, train
 
 import te_jax as te
 from te_jax.testing import tolerance
@@ -192,7 +192,7 @@ def test_pipeline_stages():
         return jax.tree.map(lambda leaf: leaf[None], state)
 
     specs = (P("stage"), P(None, "data"), P(None, "data"))
-    step = jax.jit(jax.shard_map(of_a_stage, mesh=mesh, in_specs=specs, out_specs=P("stage")), compiler_options=QUICK)
+    step = jax.jit(jax.shard_map(of_a_stage, mesh=mesh, in_specs=specs, out_specs=P("stage")))
     v = variables_of_layers(STAGES)
     depth = np.arange(STAGES)
     seen = None  # the newest amaxes of the first step
