@@ -93,8 +93,9 @@ def _parameter(module: nn.Module, spec: ParamSpec, dtype: Any) -> Any:
     def init(key: Array, shape: tuple[int, ...], dtype: Any) -> Any:
         value = spec.init(key, spec.shape, dtype)
         if isinstance(value, meta.AxisMetadata):  # nn.with_partitioning: its names are those of the shape that is kept
-            bare = value.value if hasattr(value, "value") else value.unbox()  # without a sharding constraint
-            return meta.replace_boxed(value, bare.reshape(shape))
+            box: Any = value
+            bare = box.value if hasattr(box, "value") else box.unbox()  # without a sharding constraint
+            return box.replace_boxed(bare.reshape(shape))
         return value.reshape(shape)
 
     value: Any = module.param(spec.name, init, spec.kept, dtype)

@@ -60,7 +60,7 @@ class Dense(ChainModule, kw_only=False):
     overlap: str = "auto"
 
     def chain(self):
-        tensor = TensorParallel("Dense", self.tensor_axis, self.sequence_parallel, self.overlap)
+        tensor = self._tensor()
         ok = self.parallel in ("column", "row") if self.tensor_axis is not None else self.parallel is None
         expected = "'column' or 'row' with a tensor_axis, None without"
         check_value(ok, "Dense", "parallel", expected, repr(self.parallel))
@@ -74,6 +74,15 @@ class Dense(ChainModule, kw_only=False):
         )
         column = self.parallel == "column"
         return (*(tensor.before() if column else ()), linear, *(() if column else tensor.behind()))
+
+    @nn.nowrap
+    def own_features(self, in_features: int) -> int:
+        """A device's part of x's features: all of them, but for a row-parallel linear."""
+        return self._tensor().share("in_features", in_features) if self.parallel == "row" else in_features
+
+    @nn.nowrap
+    def _tensor(self) -> TensorParallel:
+        return TensorParallel("Dense", self.tensor_axis, self.sequence_parallel, self.overlap)
 
 
 class LayerNormDense(ChainModule, kw_only=False):

@@ -47,5 +47,6 @@ class LayerStack(nn.Module):
         if self.policy is not None:
             body = nn.remat(body, policy=self.policy, prevent_cse=False)  # the loop itself keeps XLA from merging
         rngs: dict[Any, bool] = {"params": True, "dropout": True}
-        layers = nn.scan(body, variable_axes=_STACKED, split_rngs=rngs, length=self.num_layers)
+        names: dict[Any, Any] = {nn.PARTITION_NAME: None}  # layers are not split over devices; their parameters may be
+        layers = nn.scan(body, variable_axes=_STACKED, split_rngs=rngs, length=self.num_layers, metadata_params=names)
         return layers(self.layer.clone(parent=self, name="layers"), x)[0]

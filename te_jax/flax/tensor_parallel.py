@@ -45,8 +45,17 @@ class TensorParallel:
     @property
     def ranks(self) -> int:
         """Devices that share the module here: the size of a Manual axis, otherwise 1."""
-        axis = None if self.axis is None else mesh.named_axis(self.caller, self.axis)
+        axis = self._named_axis()
         return axis.size if axis is not None and axis.kind == AxisType.Manual else 1
+
+    @property
+    def fewest_tokens(self) -> int:
+        """How many tokens an input has at least, whatever the kind of the axis: one for each device, to be split."""
+        axis = self._named_axis()
+        return axis.size if axis is not None and self.sequence else 1
+
+    def _named_axis(self) -> mesh.NamedAxis | None:
+        return None if self.axis is None else mesh.named_axis(self.caller, self.axis, argument="tensor_axis")
 
     def share(self, argument: str, size: int) -> int:
         """A device's part of a size. Raises ValueError naming the argument if devices don't divide it."""
@@ -119,7 +128,8 @@ class _Partitioned:
         value = self.init(*args, **kwargs)
         if isinstance(value, meta.AxisMetadata) or mesh.manual_axes():
             return value
-        return nn.Partitioned(value, self.names)
+        box = getattr(self.init, "box", nn.Partitioned)  # te.nnx has one of its own
+        return box(value, self.names)
 
 
 def partitioned(init: Initializer, names: tuple[str | None, ...]) -> Initializer:

@@ -11,6 +11,7 @@ from flax import nnx
 from flax.core import meta
 from jax import Array
 
+from te_jax import compat
 from te_jax.ops.base import Op
 
 
@@ -55,6 +56,16 @@ class Initializer:
             value = metadata.pop("value")
             return _Annotated(value, _Held(nnx.VariableMetadata(value, metadata=metadata)))
         return made
+
+    def box(self, value: Any, names: tuple[str | None, ...]) -> Any:
+        """A value that a ``tensor_axis`` splits over the mesh axes of these names, one for each dimension.
+
+        Where no mesh is set nnx places it later than now, and it is made as on one device.
+        """
+        metadata: dict[str, Any] = {"out_sharding": names}
+        if compat.get_abstract_mesh().empty:
+            metadata["eager_sharding"] = False
+        return _Annotated(value, _Held(nnx.VariableMetadata(value, metadata=metadata)))
 
 
 def wrapped(init: Callable[..., Any]) -> Initializer:

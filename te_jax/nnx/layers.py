@@ -14,6 +14,7 @@ from jax import Array
 from te_jax import flax as linen
 from te_jax.errors import check_value
 from te_jax.flax.dense import default_bias_init, default_kernel_init
+from te_jax.flax.tensor_parallel import Parallel, TensorParallel
 from te_jax.nnx.initializers import wrapped
 from te_jax.nnx.module import Module
 from te_jax.recipe import Recipe
@@ -36,6 +37,10 @@ class Dense(Module):
         *,
         kernel_init: Initializer = default_kernel_init,
         bias_init: Initializer = default_bias_init,
+        parallel: Parallel | None = None,
+        tensor_axis: str | None = None,
+        sequence_parallel: bool = False,
+        overlap: str = "auto",
         recipe: Recipe | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -50,30 +55,38 @@ class Dense(Module):
           kernel_init, bias_init: initialisers; ``nnx.with_partitioning`` wrappers work, and their metadata is kept.
           recipe: FP8 recipe; None leaves the linear unquantized.
           dtype: dtype of the computation and of y; None: promoted from x and the parameters.
+          parallel, tensor_axis, sequence_parallel, overlap: as in ``te.flax.Dense``. The sizes are those of the whole;
+            parameters are made so and say how they are split (``nnx.get_partition_spec``).
           param_dtype: dtype of the parameters.
           rngs: ``rngs.params()`` initialises.
 
         Raises:
-          ValueError: sizes that are not positive ints.
+          ValueError: sizes that are not positive ints, ``parallel`` without a ``tensor_axis`` or that without it.
         """
         definition = linen.Dense(
             features,
             use_bias,
             wrapped(kernel_init),
             wrapped(bias_init),
+            parallel=parallel,
+            tensor_axis=tensor_axis,
+            sequence_parallel=sequence_parallel,
+            overlap=overlap,
             recipe=recipe,
             dtype=dtype,
             param_dtype=param_dtype,
         )
         self.in_features, self.features = in_features, features
-        super().__init__(definition, row("Dense", in_features), has_dropout=False, rngs=rngs)
+        x = row("Dense", definition.own_features(in_features), definition)
+        super().__init__(definition, x, has_dropout=False, rngs=rngs)
 
     def __call__(self, x: Array, *, use_running_average: bool | None = None) -> Array:
         """x [*lead, in_features] -> [*lead, features], in ``dtype``.
 
         ``use_running_average``: whether to leave the FP8 state as it is; None: the attribute.
         """
-        check_features("Dense", x, self.in_features)
+        definition: Any = self.definition
+        check_features("Dense", x, definition.own_features(self.in_features))
         return self._call(x, use_running_average=use_running_average)
 
 
@@ -97,6 +110,9 @@ class LayerNormDense(Module):
         epsilon: float = 1e-6,
         kernel_init: Initializer = default_kernel_init,
         bias_init: Initializer = default_bias_init,
+        tensor_axis: str | None = None,
+        sequence_parallel: bool = False,
+        overlap: str = "auto",
         recipe: Recipe | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -108,6 +124,7 @@ class LayerNormDense(Module):
           norm: "rmsnorm" or "layernorm".
           epsilon: added to the mean square (variance) before the root.
           in_features, features, use_bias, kernel_init, bias_init, recipe, dtype, param_dtype, rngs: as in ``Dense``.
+          tensor_axis, sequence_parallel, overlap: as in ``te.flax.LayerNormDense``, parameters as in ``Dense``.
 
         Raises:
           ValueError: unknown norm, or sizes that are not positive ints.
@@ -119,12 +136,15 @@ class LayerNormDense(Module):
             epsilon,
             wrapped(kernel_init),
             wrapped(bias_init),
+            tensor_axis=tensor_axis,
+            sequence_parallel=sequence_parallel,
+            overlap=overlap,
             recipe=recipe,
             dtype=dtype,
             param_dtype=param_dtype,
         )
         self.in_features, self.features = in_features, features
-        super().__init__(definition, row("LayerNormDense", in_features), has_dropout=False, rngs=rngs)
+        super().__init__(definition, row("LayerNormDense", in_features, definition), has_dropout=False, rngs=rngs)
 
     def __call__(self, x: Array, *, use_running_average: bool | None = None) -> Array:
         """x [*lead, in_features] -> [*lead, features], in ``dtype``; the argument as in ``Dense``."""
@@ -156,6 +176,9 @@ class LayerNormMLP(Module):
         residual: bool = False,
         kernel_init: Initializer = default_kernel_init,
         bias_init: Initializer = default_bias_init,
+        tensor_axis: str | None = None,
+        sequence_parallel: bool = False,
+        overlap: str = "auto",
         recipe: Recipe | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -168,6 +191,7 @@ class LayerNormMLP(Module):
           hidden_features: features between fc1 and fc2, after a gated activation.
           features: features of y; None: those of x.
           activation, use_bias, norm, epsilon, dropout_rate, residual: as in ``te.flax.LayerNormMLP``.
+          tensor_axis, sequence_parallel, overlap: as in ``te.flax.LayerNormMLP``, parameters as in ``Dense``.
           kernel_init, bias_init, recipe, dtype, param_dtype: as in ``Dense``.
           rngs: ``rngs.params()`` initialises; with dropout, ``rngs.dropout`` is forked.
 
@@ -186,12 +210,15 @@ class LayerNormMLP(Module):
             residual,
             wrapped(kernel_init),
             wrapped(bias_init),
+            tensor_axis=tensor_axis,
+            sequence_parallel=sequence_parallel,
+            overlap=overlap,
             recipe=recipe,
             dtype=dtype,
             param_dtype=param_dtype,
         )
         self.in_features, self.features = in_features, features
-        x = row("LayerNormMLP", in_features)
+        x = row("LayerNormMLP", in_features, definition)
         super().__init__(definition, x, has_dropout=dropout_rate > 0, rngs=rngs)
 
     def __call__(
@@ -271,11 +298,14 @@ class DenseGeneral(Module):
         return self._call(x, use_running_average=use_running_average)
 
 
-def row(name: str, in_features: Any) -> jax.ShapeDtypeStruct:
-    """An input of one row."""
+def row(name: str, in_features: Any, definition: Any = None) -> jax.ShapeDtypeStruct:
+    """An input of one row, or of as many as a definition with a ``tensor_axis`` needs."""
     ok = isinstance(in_features, int) and not isinstance(in_features, bool) and in_features > 0
     check_value(ok, name, "in_features", "a positive int", repr(in_features))
-    return jax.ShapeDtypeStruct((1, in_features), jnp.float32)
+    rows = 1
+    if definition is not None and definition.tensor_axis is not None:
+        rows = TensorParallel(name, definition.tensor_axis, definition.sequence_parallel).fewest_tokens
+    return jax.ShapeDtypeStruct((rows, in_features), jnp.float32)
 
 
 def check_features(name: str, x: Any, in_features: int) -> None:

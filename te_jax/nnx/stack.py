@@ -11,6 +11,8 @@ from jax import Array
 from te_jax.errors import check_type, check_value
 from te_jax.remat import Policy
 
+_LAYERS = {nnx.PARTITION_NAME: None}  # the dimension of the layers, in the names of how a parameter is split
+
 
 class LayerStack(nnx.Module):
     """y = layer(... layer(x)): ``num_layers`` times; ``layers`` is one module whose variables are stacked.
@@ -42,7 +44,7 @@ class LayerStack(nnx.Module):
         ok = policy is None or callable(policy)
         check_type(ok, "nnx.LayerStack", "policy", "None or a policy of te.remat.policy(...)", repr(policy))
         self.policy = policy
-        create = nnx.vmap(make_layer, in_axes=0, out_axes=0)
+        create = nnx.vmap(make_layer, in_axes=0, out_axes=0, transform_metadata=_LAYERS)
         self.layers: Any = nnx.split_rngs(splits=num_layers)(create)(rngs)
 
     def __call__(self, x: Array, **kwargs: Any) -> Array:
@@ -53,4 +55,4 @@ class LayerStack(nnx.Module):
 
         if self.policy is not None:
             body = nnx.remat(body, policy=self.policy, prevent_cse=False)  # the loop itself keeps XLA from merging
-        return nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+        return nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata=_LAYERS)(x, self.layers)

@@ -69,6 +69,9 @@ class MultiHeadAttention(_OnSequences):
         attention_implementation: Literal["xla", "cudnn"] | None = None,
         kernel_init: Initializer = default_kernel_init,
         bias_init: Initializer = default_bias_init,
+        tensor_axis: str | None = None,
+        sequence_parallel: bool = False,
+        overlap: str = "auto",
         recipe: Recipe | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -79,6 +82,7 @@ class MultiHeadAttention(_OnSequences):
         Args:
           in_features: C, features of x and of y.
           num_heads, ..., attention_implementation: as in ``te.flax.MultiHeadAttention``.
+          tensor_axis, sequence_parallel, overlap: as in ``te.flax.MultiHeadAttention``, parameters as in ``Dense``.
           kernel_init, bias_init, recipe, dtype, param_dtype: as in ``Dense``.
           rngs: ``rngs.params()`` initialises; with dropout, ``rngs.dropout`` is forked.
 
@@ -100,12 +104,15 @@ class MultiHeadAttention(_OnSequences):
             attention_implementation=attention_implementation,
             kernel_init=wrapped(kernel_init),
             bias_init=wrapped(bias_init),
+            tensor_axis=tensor_axis,
+            sequence_parallel=sequence_parallel,
+            overlap=overlap,
             recipe=recipe,
             dtype=dtype,
             param_dtype=param_dtype,
         )
         self.in_features = in_features
-        x = row("MultiHeadAttention", in_features)
+        x = row("MultiHeadAttention", in_features, definition)
         super().__init__(definition, x, has_dropout=dropout_rate > 0, rngs=rngs)
 
 
@@ -134,6 +141,9 @@ class TransformerLayer(_OnSequences):
         attention_implementation: Literal["xla", "cudnn"] | None = None,
         kernel_init: Initializer = default_kernel_init,
         bias_init: Initializer = default_bias_init,
+        tensor_axis: str | None = None,
+        sequence_parallel: bool = False,
+        overlap: str = "auto",
         recipe: Recipe | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -144,6 +154,7 @@ class TransformerLayer(_OnSequences):
         Args:
           in_features: features of x and of y.
           num_heads, hidden_features, ..., attention_implementation: as in ``te.flax.TransformerLayer``.
+          tensor_axis, sequence_parallel, overlap: as in ``te.flax.TransformerLayer``, parameters as in ``Dense``.
           kernel_init, bias_init, recipe, dtype, param_dtype: as in ``Dense``.
           rngs: ``rngs.params()`` initialises; with dropout, ``rngs.dropout`` is forked.
 
@@ -166,10 +177,13 @@ class TransformerLayer(_OnSequences):
             attention_implementation=attention_implementation,
             kernel_init=wrapped(kernel_init),
             bias_init=wrapped(bias_init),
+            tensor_axis=tensor_axis,
+            sequence_parallel=sequence_parallel,
+            overlap=overlap,
             recipe=recipe,
             dtype=dtype,
             param_dtype=param_dtype,
         )
         self.in_features = in_features
-        x = row("TransformerLayer", in_features)
+        x = row("TransformerLayer", in_features, definition)
         super().__init__(definition, x, has_dropout=dropout_rate > 0, rngs=rngs)

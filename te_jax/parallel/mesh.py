@@ -72,17 +72,17 @@ class NamedAxis:
     mixed: bool = False
 
 
-def named_axis(caller: str, name: str, *arrays) -> NamedAxis | None:
+def named_axis(caller: str, name: str, *arrays, argument: str = "axis_name") -> NamedAxis | None:
     """The axis of that name of the mesh that ``arrays`` live on, otherwise of the current one; None without a mesh.
 
     Raises:
-      ValueError: a mesh without that axis, naming ``caller``.
+      ValueError: a mesh without that axis, naming ``caller`` and its ``argument``.
     """
     here = regime(*arrays)
     mesh = here.mesh
     if mesh.empty:
         return None
-    check_value(name in mesh.axis_names, caller, "axis_name", f"one of the mesh's {mesh.axis_names}", repr(name))
+    check_value(name in mesh.axis_names, caller, argument, f"one of the mesh's {mesh.axis_names}", repr(name))
     place = mesh.axis_names.index(name)
     kind = mesh.axis_types[place]
     mixed = kind == AxisType.Manual and bool(here.explicit or here.auto)

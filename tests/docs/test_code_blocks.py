@@ -57,6 +57,9 @@ def test_collective():
     want = np.asarray(jax.nn.gelu(x @ w1), np.float64) @ w2
     assert np.linalg.norm(np.asarray(page["mlp_y"], np.float64) - want) < 0.06 * np.linalg.norm(want)
     np.testing.assert_allclose(np.asarray(page["y"], np.float64), x @ w1, rtol=0.02, atol=0.02)
+    assert np.isfinite(page["nnx_value"])
+    kernel = page["nnx_grads"]["mlp"]["fc1"]["kernel"]
+    assert kernel.shape == page["grads"]["params"]["mlp"]["fc1"]["kernel"].shape
 
 
 def test_chains(capsys):

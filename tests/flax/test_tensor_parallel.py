@@ -158,6 +158,19 @@ def test_dense(make, x_spec, y_spec):
 
 
 def test_the_plan_of_a_layer():
+def test_parameters_of_a_stack_and_of_an_init_on_a_mesh():
+    """Of a stack no device has fewer layers. On a mesh fused projections are made split."""
+    layer = te.flax.TransformerLayer(8, 48, tensor_axis="tp", sequence_parallel=True)
+    x = jnp.ones((2, 8, 32))
+    stack = te.flax.LayerStack(layer, 3)
+    specs = nn.get_partition_spec(jax.eval_shape(stack.init, jax.random.key(0), x))["params"]["layers"]
+    assert specs["mlp"]["fc1"]["kernel"] == P(None, None, None, "tp")
+    assert specs["attn"]["proj"]["attn_proj"]["kernel"] == P(None, "tp", None)
+    with jax.set_mesh(make_mesh()):
+        kernel = nn.unbox(jax.jit(layer.init)(jax.random.key(0), x))["params"]["mlp"]["fc1"]["kernel"]
+    assert kernel.sharding.spec == P(None, None, "tp")
+
+
     layer = te.flax.TransformerLayer(
         32,
         16384,
