@@ -17,7 +17,7 @@ from jax import Array
 
 from te_jax import compat
 from te_jax.chain import RunPart
-from te_jax.errors import check_value, required
+from te_jax.errors import check_value, message, required
 from te_jax.fusion import inference, probe, watch
 from te_jax.fusion.execute import Kernels, quantize_kernels
 from te_jax.fusion.plan import describe
@@ -25,6 +25,7 @@ from te_jax.fusion.run import SHARED, Run, State, StatePart
 from te_jax.ops import main_grad
 from te_jax.ops.base import ParamSpec, TensorType
 from te_jax.ops.main_grad import MainGrad
+from te_jax.parallel import mesh
 from te_jax.quant import state as fp8_state
 from te_jax.quant.health import COLLECTION as HEALTH
 from te_jax.quant.health import RunHealth
@@ -87,6 +88,7 @@ def _parameter(module: nn.Module, spec: ParamSpec, dtype: Any) -> Any:
         value = module.get_variable("params", spec.name)
         if inference.is_quantized(value):
             return dict(value)
+        _check_shape(module, spec, value)
     if spec.kept is None:
         return module.param(spec.name, spec.init, spec.shape, dtype)
 
@@ -100,6 +102,34 @@ def _parameter(module: nn.Module, spec: ParamSpec, dtype: Any) -> Any:
 
     value: Any = module.param(spec.name, init, spec.kept, dtype)
     return value.reshape(spec.shape)
+
+
+def _check_shape(module: nn.Module, spec: ParamSpec, value: Any) -> None:
+    """Raises ValueError for a parameter that is another part than is wanted here, and says what makes the right one.
+
+    Of other shapes Flax says that they are not the initialiser's.
+    """
+    got, wanted = jnp.shape(getattr(value, "value", value)), spec.kept or spec.shape  # the value of a box
+    axes = mesh.manual_axes()
+    sizes = {compat.get_abstract_mesh().shape[axis] for axis in axes} - {1}
+    if got == wanted or not (got and (axes or math.prod(got) == math.prod(wanted))):
+        return
+    expected = f"shape {wanted}" + (f", a device's part inside of shard_map over {axes}" if axes else "")
+    if len(got) < len(wanted) and spec.kept is not None:
+        advice = "of a module without a tensor_axis: te.flax.split_projections makes the one of a module with it"
+    elif len(got) > len(wanted) and math.prod(got) % math.prod(wanted) == 0:
+        advice = "of a module with a tensor_axis: te.flax.join_projections makes the one of a module without it"
+    elif len(got) == len(wanted) and math.prod(got) in (size * math.prod(wanted) for size in sizes):
+        advice = "of the whole: give shard_map in_specs that split it"
+    elif len(got) == len(wanted) and axes and math.prod(got) == math.prod(wanted):
+        advice = "a part along another dimension: give shard_map other in_specs"
+    else:
+        return
+    if axes:
+        advice += " (nn.get_partition_spec of the boxed variables that init returns, nnx.get_partition_spec of a state)"
+    owner = module.parent if isinstance(module, _Scope) else module
+    path = "/".join(("params", *module.path, spec.name))
+    raise ValueError(message(type(owner).__name__, path, expected, f"shape {got}, {advice}"))
 
 
 class _Scope(nn.Module):

@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -157,7 +158,6 @@ def test_dense(make, x_spec, y_spec):
     assert_as_on_one_device(module, x_spec=x_spec, y_spec=y_spec)
 
 
-def test_the_plan_of_a_layer():
 def test_parameters_of_a_stack_and_of_an_init_on_a_mesh():
     """Of a stack no device has fewer layers. On a mesh fused projections are made split."""
     layer = te.flax.TransformerLayer(8, 48, tensor_axis="tp", sequence_parallel=True)
@@ -171,6 +171,7 @@ def test_parameters_of_a_stack_and_of_an_init_on_a_mesh():
     assert kernel.sharding.spec == P(None, None, "tp")
 
 
+def test_the_plan_of_a_layer():
     layer = te.flax.TransformerLayer(
         32,
         16384,
@@ -254,3 +255,65 @@ def in_shard_map(module, x=(16, 64)):
 def test_errors(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def apply_in_shard_map(params, split=None, module=None):
+    """An MLP with a gated activation on parameters of these shapes, of which a device has a part as ``split`` says."""
+    module = module or te.flax.LayerNormMLP(64, 48, tensor_axis="tp")
+
+    def shard(params, x):
+        return module.apply({"params": params}, x)
+
+    specs = (split or P(), P("data"))
+    mapped = jax.shard_map(shard, mesh=make_mesh(), in_specs=specs, out_specs=P("data"), check_vma=False)
+    return jax.eval_shape(mapped, params, jnp.ones(X))
+
+
+def mlp_params(tensor_axis=None):
+    module = te.flax.LayerNormMLP(64, 48, tensor_axis=tensor_axis)
+    return nn.unbox(jax.eval_shape(module.init, jax.random.key(0), jnp.ones(X)))["params"]
+
+
+PART = r"LayerNormMLP: params/fc1/kernel: expected shape \(64, 2, 12\), a device's part inside of shard_map over"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: apply_in_shard_map(mlp_params("tp")),
+            PART + r" \('data', 'tp'\), got shape \(64, 2, 48\), of the whole: give shard_map in_specs that split it "
+            r"\(nn.get_partition_spec of the boxed variables that init returns, nnx.get_partition_spec of a state\)",
+        ),
+        (
+            lambda: apply_in_shard_map(mlp_params("tp"), {"mlp_norm": P(), "fc1": P("tp"), "fc2": P("tp")}),
+            PART + r" .*, got shape \(16, 2, 48\), a part along another dimension: give shard_map other in_specs",
+        ),
+        (
+            lambda: apply_in_shard_map(mlp_params(), {"mlp_norm": P(), "fc1": P(None, "tp"), "fc2": P("tp")}),
+            PART + r" .*, got shape \(64, 24\), of a module without a tensor_axis: te.flax.split_projections makes",
+        ),
+        (
+            lambda: te.flax.LayerNormMLP(64, 48, tensor_axis="tp").apply({"params": mlp_params()}, jnp.ones(X)),
+            r"params/fc1/kernel: expected shape \(64, 2, 48\), got shape \(64, 96\), of a module without a tensor_axis",
+        ),
+        (
+            lambda: te.flax.LayerNormMLP(64, 48).apply({"params": mlp_params("tp")}, jnp.ones(X)),
+            r"expected shape \(64, 96\), got shape \(64, 2, 48\), .* with a tensor_axis: te.flax.join_projections",
+        ),
+    ],
+    ids=["whole", "other dimension", "not split", "not split, one device", "not joined"],
+)
+def test_parameters_of_another_split(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_other_shapes_are_flaxs_error():
+    module = te.flax.LayerNormMLP(64, 40, tensor_axis="tp")
+    for call in (
+        lambda: module.apply({"params": mlp_params("tp")}, jnp.ones(X)),
+        lambda: apply_in_shard_map(mlp_params("tp"), module=module),
+    ):
+        with pytest.raises(flax.errors.ScopeParamShapeError, match="fc1"):
+            call()

@@ -207,3 +207,21 @@ def test_names_of_a_users_initialiser_stay():
 def test_errors(make, message):
     with jax.set_mesh(make_mesh()), pytest.raises(ValueError, match=message):
         make(rngs=nnx.Rngs(0))
+
+
+def test_parameters_of_the_whole_in_shard_map():
+    """What in_specs were forgotten for; the error is that of linen."""
+    graphdef, state = nnx.split(te.nnx.Dense(K, 48, parallel="row", tensor_axis="tp", rngs=nnx.Rngs(0)))
+
+    def shard(state, x):
+        return nnx.merge(graphdef, state)(x)
+
+    mapped = jax.shard_map(shard, mesh=make_mesh(), in_specs=(P(), FEATURES), out_specs=P("data"))
+    expected = r"Dense: params/kernel: expected shape \(16, 48\), .*got shape \(64, 48\), .*nnx.get_partition_spec"
+    with pytest.raises(ValueError, match=expected):
+        jax.eval_shape(mapped, state, X)
+    specs = nnx.get_partition_spec(state)
+    with pytest.raises(ValueError, match=r"Dense: x: expected \[\*lead, 16\], got \(2, 32, 64\)"):
+        jax.eval_shape(
+            jax.shard_map(shard, mesh=make_mesh(), in_specs=(specs, P("data")), out_specs=P("data")), state, X
+        )
