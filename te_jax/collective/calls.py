@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import AxisType, PartitionSpec
 
 from te_jax import compat, ops
-from te_jax.collective.plan import check_overlap
 from te_jax.collective.run import Along
 from te_jax.errors import check_type, check_value
 from te_jax.fusion.execute import execute
@@ -20,7 +21,9 @@ from te_jax.fusion.rules import BACKWARD_RULES, FORWARD_RULES
 from te_jax.fusion.run import SHARED, Run, Wiring, read_scales
 from te_jax.ops import collective_linear
 from te_jax.ops.base import ForwardContext, LinkInfo, Op, TensorType
+from te_jax.ops.collective import check_fields
 from te_jax.parallel import mesh as mesh_lib
+from te_jax.quant import state as fp8_state
 from te_jax.quant.state import LEAVES
 from te_jax.recipe import BlockScaling, Recipe
 
@@ -75,8 +78,8 @@ def all_gather_matmul(
     Raises:
       ValueError: a shape, axis or spec that doesn't fit, naming the argument; TypeError: a dtype that doesn't.
     """
-    op = ops.AllGather(axis_name, dimension=dimension, overlap=overlap, keep_gathered=keep_gathered)
-    options = _Options("all_gather_matmul", op, recipe, out_dtype, mesh, x_spec)
+    fields = {"axis_name": axis_name, "dimension": dimension, "overlap": overlap, "keep_gathered": keep_gathered}
+    options = _Options("all_gather_matmul", ops.AllGather, fields, recipe, out_dtype, mesh, x_spec)
     return options.call(x, kernel, bias, state, out_scale)
 
 
@@ -106,23 +109,28 @@ def matmul_reduce_scatter(
 
     Args, errors: as for ``all_gather_matmul``; ``x_spec`` is that of x, ``dimension`` that of y.
     """
-    op = ops.ReduceScatter(axis_name, dimension=dimension, overlap=overlap)
-    options = _Options("matmul_reduce_scatter", op, recipe, out_dtype, mesh, x_spec)
+    fields = {"axis_name": axis_name, "dimension": dimension, "overlap": overlap}
+    options = _Options("matmul_reduce_scatter", ops.ReduceScatter, fields, recipe, out_dtype, mesh, x_spec)
     return options.call(x, kernel, bias, state, out_scale)
 
 
 class _Options:
     """Arguments of a call that are no arrays, checked."""
 
-    def __init__(self, name: str, op: Any, recipe: Any, out_dtype: Any, mesh: Any, x_spec: Any):
-        self.name, self.op, self.recipe, self.mesh, self.x_spec = f"collective.{name}", op, recipe, mesh, x_spec
-        self.gathers = isinstance(op, ops.AllGather)
+    def __init__(self, name: str, op: Any, fields: dict[str, Any], recipe: Any, out_dtype: Any, mesh: Any, x_spec: Any):
+        self.name, self.recipe, self.mesh, self.x_spec = f"collective.{name}", recipe, mesh, x_spec
+        check_fields(self.name, fields)  # the op checks them too, but in its own name
+        self.op, self.gathers = op(**fields), op is ops.AllGather
         ok = recipe is None or isinstance(recipe, Recipe)
         check_type(ok, self.name, "recipe", "None or a recipe object, such as CurrentScaling()", repr(recipe))
-        check_overlap(self.name, op.overlap)
-        self.out_dtype = None if out_dtype is None else jnp.dtype(out_dtype)
+        ok = mesh is None or isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh)
+        check_type(ok, self.name, "mesh", "None or a jax.sharding.Mesh", repr(mesh))
+        ok = x_spec is None or isinstance(x_spec, PartitionSpec)
+        check_type(ok, self.name, "x_spec", "None or a jax.sharding.PartitionSpec", repr(x_spec))
+        self.out_dtype = None if out_dtype is None else _dtype(out_dtype)
         names = ", ".join(dtype.name for dtype in (*_DTYPES, *_FP8))
-        check_type(self.out_dtype in (None, *_DTYPES, *_FP8), self.name, "out_dtype", names, out_dtype)
+        ok = out_dtype is None or self.out_dtype in (*_DTYPES, *_FP8)
+        check_type(ok, self.name, "out_dtype", names, repr(out_dtype))
         ok = not self.fp8 or (recipe is not None and not isinstance(recipe, BlockScaling))
         check_value(ok, self.name, "out_dtype", "FP8 with DelayedScaling or CurrentScaling only", self.out_dtype)
 
@@ -136,6 +144,8 @@ class _Options:
         self._check(x, kernel, bias, state)
         if self.fp8:
             check_value(out_scale is not None, self.name, "out_scale", "float32[] with an FP8 out_dtype", None)
+            ok = isinstance(out_scale, float | int | np.generic | np.ndarray | Array)
+            check_type(ok, self.name, "out_scale", "float32[]", repr(out_scale))
             out_scale = jnp.asarray(out_scale, jnp.float32)
             check_value(out_scale.shape == (), self.name, "out_scale", "shape ()", out_scale.shape)
         else:
@@ -143,6 +153,8 @@ class _Options:
         axis = mesh_lib.named_axis(self.name, self.op.axis_name, x)
         if axis is None or self.mesh is not None or axis.kind != AxisType.Manual:
             return self._outside(x, kernel, bias, state, out_scale)
+        expected = "None inside of shard_map, where x is a device's part"
+        check_value(self.x_spec is None, self.name, "x_spec", expected, self.x_spec)
         return self._local(x, kernel, bias, state, out_scale)
 
     def _check(self, x: Array, kernel: Array, bias: Array | None, state: State | None) -> None:
@@ -161,13 +173,22 @@ class _Options:
         check_value(ok, self.name, "bias", f"shape {kernel.shape[1:]}", None if bias is None else f"shape {bias.shape}")
         stateful = self.recipe is not None and self.recipe.stateful
         expected = "the leaves of te.state.init(3, recipe)" if stateful else "None: the recipe keeps no state"
+        check_type(state is None or isinstance(state, Mapping), self.name, "state", expected, type(state).__name__)
         got = "None" if state is None else sorted(state)
         check_value(got == (sorted(LEAVES) if stateful else "None"), self.name, "state", expected, got)
+        if state is not None and self.recipe is not None:
+            shapes = (jax.eval_shape(lambda: fp8_state.init(3, self.recipe)), state)
+            wanted, found = ({name: jnp.shape(leaf) for name, leaf in sorted(tree.items())} for tree in shapes)
+            check_value(found == wanted, self.name, "state", f"{expected}, shapes {wanted}", found)
 
     def _local(
         self, x: Array, kernel: Array, bias: Array | None, state: State | None, out_scale: Array | None = None
     ) -> Array:
         """On one device's parts."""
+        axis, dimension = self.op.mesh_axis(), self.op.dimension % x.ndim
+        ranks = 1 if axis is None or self.gathers else axis.size
+        expected = f"a multiple of {ranks} (axis {self.op.axis_name!r}) in dimension {dimension}"
+        check_value(x.shape[dimension] % ranks == 0, self.name, "x", expected, f"shape {x.shape}")
         linear = (ops.BasicLinear(kernel.shape[1]),)
         chain: list[Op] = [self.op, *linear] if self.gathers else [*linear, self.op]
         chain += [] if bias is None else [ops.Bias()]
@@ -221,6 +242,9 @@ class _Options:
         operands = {"x": x, "kernel": kernel, "bias": bias, "state": state, "out_scale": out_scale}
         specs = {"x": _spec(x_names), "kernel": kernel_spec, "bias": bias_spec}
         specs |= {"state": PartitionSpec(), "out_scale": PartitionSpec()}
+        for name, array in (("x", x), ("kernel", kernel), ("bias", bias)):
+            if array is not None:
+                self._check_split(name, array.shape, specs[name], mesh)
         given = {name: value for name, value in operands.items() if value is not None}
         in_specs = {name: specs[name] for name in given}
         if mesh_lib.regime(x).explicit:
@@ -234,6 +258,12 @@ class _Options:
 
         return compat.shard_map(shard, mesh=mesh, in_specs=(in_specs,), out_specs=_spec(y_names))(given)
 
+    def _check_split(self, argument: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> None:
+        for i, entry in enumerate(spec):
+            devices = math.prod(mesh.shape[name] for name in _names(entry))
+            expected = f"a multiple of {devices} in dimension {i}, which {entry!r} splits"
+            check_value(shape[i] % devices == 0, self.name, argument, expected, f"shape {shape}")
+
     def _mesh_and_spec(self, x: Array) -> tuple[Any, tuple[Any, ...]]:
         regime = mesh_lib.regime(x)
         mesh = regime.mesh if self.mesh is None else self.mesh
@@ -241,11 +271,23 @@ class _Options:
         expected = f"one with an axis {self.op.axis_name!r}: an argument, jax.set_mesh, or the call inside of shard_map"
         check_value(found, self.name, "mesh", expected, tuple(mesh.axis_names) or "none")
         if self.x_spec is not None:
+            names = [name for entry in self.x_spec for name in _names(entry)]
+            ok = len(self.x_spec) <= x.ndim and all(name in mesh.axis_names for name in names)
+            expected = f"at most {x.ndim} entries, of axes {tuple(mesh.axis_names)}"
+            check_value(ok, self.name, "x_spec", expected, self.x_spec)
             return mesh, tuple(self.x_spec)
         check_value(
             bool(regime.explicit), self.name, "x_spec", "a PartitionSpec, as the axis is not Explicit", self.x_spec
         )
         return mesh, tuple(jax.typeof(x).sharding.spec)
+
+
+def _dtype(dtype: Any) -> Any:
+    """The dtype; None if it is none."""
+    try:
+        return jnp.dtype(dtype)
+    except TypeError:
+        return None
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -115,7 +115,7 @@ def platform_notes(calls: Sequence[tuple[CollectiveGemmSpec, Sequence[Any]]], pl
 
 def check_overlap(op: str, overlap: object) -> None:
     """Raises ValueError unless it is one of ``OVERLAPS``."""
-    check_value(overlap in OVERLAPS, op, "overlap", f"one of {OVERLAPS}", repr(overlap))
+    check_value(isinstance(overlap, str) and overlap in OVERLAPS, op, "overlap", f"one of {OVERLAPS}", repr(overlap))
 
 
 def why_not(product: Product) -> str | None:

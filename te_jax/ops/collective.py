@@ -20,7 +20,7 @@ A Bias directly before a reduction over a Manual axis is applied after it, so th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -38,6 +38,25 @@ from te_jax.parallel import explicit, mesh
 from te_jax.quant.tensor import QTensor
 
 Entries = tuple[Any, ...]  # of a PartitionSpec, one for each dimension
+
+_FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {  # what each is, and whether a value is one
+    "axis_name": ("the name of a mesh axis", lambda value: isinstance(value, str) and value != ""),
+    "dimension": ("an int", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    "keep_gathered": ("True or False", lambda value: isinstance(value, bool)),
+}
+
+
+def check_fields(caller: str, fields: Mapping[str, Any]) -> None:
+    """Checks fields of a collective, as the arguments of ``caller`` that they are.
+
+    Raises:
+      TypeError, ValueError: naming the caller and the field.
+    """
+    for name, value in fields.items():
+        if name in _FIELDS:
+            expected, ok = _FIELDS[name]
+            check_type(ok(value), caller, name, expected, repr(value))
+    check_overlap(caller, fields["overlap"])
 
 
 @jax.tree_util.register_static
@@ -65,9 +84,8 @@ class Collective(Op):
     verb: ClassVar[str]  # for the plan
 
     def __post_init__(self) -> None:
-        ok = isinstance(self.axis_name, str) and bool(self.axis_name)
-        check_type(ok, type(self).__name__, "axis_name", "the name of a mesh axis", repr(self.axis_name))
-        check_overlap(type(self).__name__, self.overlap)
+        fields = (field.name for field in dataclasses.fields(self) if field.name in (*_FIELDS, "overlap"))
+        check_fields(type(self).__name__, {name: getattr(self, name) for name in fields})
 
     def axis(self, *arrays: Array) -> mesh.NamedAxis | None:
         """The axis here: its type and size; None where there is no mesh."""
@@ -137,11 +155,6 @@ class Collective(Op):
 @dataclasses.dataclass(frozen=True)
 class _AlongDimension(Collective):
     dimension: int = -2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ok = isinstance(self.dimension, int) and not isinstance(self.dimension, bool)
-        check_type(ok, type(self).__name__, "dimension", "an int", repr(self.dimension))
 
     def _axis_of(self, ndim: int) -> int:
         inside = -ndim <= self.dimension < ndim

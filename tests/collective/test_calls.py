@@ -264,10 +264,16 @@ def test_two_processes():
 
 def in_shard_map(call="rs", **options):
     def shard(x):
-        return CALLS[call][0](x, options.pop("kernel", jnp.ones((32, 16))), "tp", **options)
+        given = {"kernel": jnp.ones((32, 16)), "axis_name": "tp"} | options
+        return CALLS[call][0](x, given.pop("kernel"), given.pop("axis_name"), **given)
 
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,))
     return jax.eval_shape(jax.shard_map(shard, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")), jnp.ones((8, 3, 32)))
+
+
+def on_whole(call="rs", x=(8, 32), kernel=(32, 64), **options):
+    options = {"mesh": make_mesh(4), "x_spec": P()} | options
+    return CALLS[call][0](jnp.ones(x), jnp.ones(kernel), "tp", **options)
 
 
 @pytest.mark.parametrize(
@@ -275,40 +281,73 @@ def in_shard_map(call="rs", **options):
     [
         (lambda: in_shard_map(kernel=jnp.ones((16, 16))), ValueError, r"kernel: expected shape \[32, features\], x is"),
         (lambda: in_shard_map(bias=jnp.ones(8)), ValueError, r"bias: expected shape \(16,\), got shape \(8,\)"),
+        (
+            lambda: in_shard_map(axis_name=("tp",)),
+            TypeError,
+            r"axis_name: expected the name of a mesh axis, got \('tp'",
+        ),
+        (
+            lambda: in_shard_map(axis_name="data"),
+            ValueError,
+            r"axis_name: expected one of the mesh's \('tp',\), got ",
+        ),
         (lambda: in_shard_map(dimension=-1), ValueError, "dimension: expected one of x's, which is not its last"),
+        (lambda: in_shard_map(dimension="-2"), TypeError, "dimension: expected an int, got '-2'"),
         (lambda: in_shard_map(overlap="always"), ValueError, r"overlap: expected one of \('auto', 'overlapped'"),
+        (lambda: in_shard_map(overlap=["auto"]), ValueError, r"overlap: expected one of .*, got \['auto'\]"),
+        (lambda: in_shard_map("ag", keep_gathered="no"), TypeError, "keep_gathered: expected True or False, got 'no'"),
         (lambda: in_shard_map(recipe="delayed"), TypeError, "recipe: expected None or a recipe object"),
         (lambda: in_shard_map(recipe=te.DelayedScaling()), ValueError, "state: expected the leaves of te.state.init"),
         (lambda: in_shard_map(state={}), ValueError, "state: expected None: the recipe keeps no state"),
+        (
+            lambda: in_shard_map(recipe=te.DelayedScaling(), state=te.state.init(2, te.DelayedScaling())),
+            ValueError,
+            r"state: expected the leaves of te.state.init\(3, recipe\), shapes .*: \(3,\).*got .*'scale': \(2,\)",
+        ),
+        (
+            lambda: in_shard_map(recipe=te.DelayedScaling(), state=[jnp.ones(3)]),
+            TypeError,
+            r"state: expected the leaves of te.state.init\(3, recipe\), got list",
+        ),
         (lambda: in_shard_map(out_dtype=jnp.int32), TypeError, "out_dtype: expected bfloat16, float16, float32"),
+        (lambda: in_shard_map(out_dtype="fp8"), TypeError, "out_dtype: expected bfloat16, .*, got 'fp8'"),
         (lambda: in_shard_map(out_dtype=jnp.float8_e5m2), ValueError, "out_dtype: expected FP8 with DelayedScaling"),
         (lambda: in_shard_map(out_scale=2.0), ValueError, "out_scale: expected None without an FP8 out_dtype"),
+        (
+            lambda: in_shard_map(recipe=te.CurrentScaling(), out_dtype=jnp.float8_e4m3fn, out_scale="1"),
+            TypeError,
+            r"out_scale: expected float32\[\], got '1'",
+        ),
         (lambda: in_shard_map(kernel=jnp.ones((32, 16), jnp.int8)), TypeError, "kernel: expected an array of bfloat16"),
         (lambda: in_shard_map(), ValueError, r"x: expected a multiple of 4 \(axis 'tp'\) in dimension 1"),
+        (lambda: in_shard_map("ag", x_spec=P()), ValueError, "x_spec: expected None inside of shard_map"),
         (
             lambda: in_shard_map("ag", recipe=te.CurrentScaling(strict=True)),
             ValueError,
             r"recipe: expected sizes that can be quantized \(strict=True\), got tokens: 24 is not a multiple of 16",
         ),
+        (lambda: on_whole(mesh=None), ValueError, "mesh: expected one with an axis 'tp'"),
+        (lambda: on_whole(mesh=("tp",)), TypeError, r"mesh: expected None or a jax.sharding.Mesh, got \('tp',\)"),
+        (lambda: on_whole(x_spec=None), ValueError, "x_spec: expected a PartitionSpec, as the axis is not Explicit"),
+        (lambda: on_whole(x_spec=("tp",)), TypeError, r"x_spec: expected None or a jax.sharding.PartitionSpec, got \("),
+        (lambda: on_whole(x_spec=P("a")), ValueError, r"x_spec: expected at most 2 entries, of axes \('data', 'tp'\)"),
         (
-            lambda: te.collective.matmul_reduce_scatter(jnp.ones((8, 32)), jnp.ones((32, 16)), "tp"),
-            ValueError,
-            "mesh: expected one with an axis 'tp'",
-        ),
-        (
-            lambda: te.collective.matmul_reduce_scatter(jnp.ones((8, 32)), jnp.ones((32, 16)), "tp", mesh=make_mesh(4)),
-            ValueError,
-            "x_spec: expected a PartitionSpec, as the axis is not Explicit",
-        ),
-        (
-            lambda: te.collective.all_gather_matmul(
-                jnp.ones((8, 32)), jnp.ones((32, 64)), "tp", mesh=make_mesh(4), x_spec=P(("tp", "data"))
-            ),
+            lambda: on_whole("ag", x_spec=P(("tp", "data"))),
             ValueError,
             "x: expected a dimension 0 that 'tp' splits last",
         ),
+        (
+            lambda: on_whole("ag", x=(6, 32)),
+            ValueError,
+            r"x: expected a multiple of 4 in dimension 0, which",
+        ),
+        (lambda: on_whole("ag", kernel=(32, 6)), ValueError, "kernel: expected a multiple of 4 in dimension 1, which"),
+        (lambda: on_whole(x=(8, 30), kernel=(30, 8)), ValueError, "x: expected a multiple of 4 in dimension 1, which"),
+        (lambda: on_whole(x=(6, 32)), ValueError, r"x: expected a multiple of 4 \(axis 'tp'\) in dimension 0"),
     ],
 )
 def test_errors(make, error, message):
-    with pytest.raises(error, match=message):
+    """They name the function that was called, not the op that it is made of."""
+    function = "(all_gather_matmul|matmul_reduce_scatter)"
+    with pytest.raises(error, match=rf"^te_jax.collective.{function}: {message}"):
         make()

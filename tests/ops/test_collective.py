@@ -246,6 +246,8 @@ def in_shard_map(chain, x):
     [
         (lambda: ops.AllGather(("a", "b")), TypeError, r"AllGather: axis_name: expected the name of a mesh axis"),
         (lambda: ops.ReduceScatter("a", dimension=0.5), TypeError, "ReduceScatter: dimension: expected an int"),
+        (lambda: ops.AllReduce("a", overlap="always"), ValueError, "te_jax.AllReduce: overlap: expected one of"),
+        (lambda: ops.AllGather("a", keep_gathered=1), TypeError, "AllGather: keep_gathered: expected True or False"),
         (
             lambda: in_shard_map([ops.AllReduce("tensor")], jnp.ones((8, 8))),
             ValueError,
