@@ -42,6 +42,14 @@ MAXTEXT = {
     "moe_mlpwi_0": "moe_act_input",
     "moe_mlpwi_1": "moe_act_input",
 }
+# Spellings of MaxText's of which a model has one, with fused projections or without; and two of its tensors that are
+# one here. So "remat" of one says nothing against keeping the other.
+_FUSED_AND_APART = (
+    (("qkv_proj",), ("query_proj", "key_proj", "value_proj")),
+    (("mlpwi",), ("mlpwi_0", "mlpwi_1")),
+    (("out_proj",), ("attention_out",)),
+)
+ALTERNATIVES = (*_FUSED_AND_APART, *((apart, fused) for fused, apart in _FUSED_AND_APART))
 # What linears return, MaxText's names too. No op here reads it in its backward pass, so it has the name only where
 # te.remat.name gives it: in a mixture of experts, whose weights' gradient reads it.
 RESULTS = ("mlpwo", "moe_mlpwo")

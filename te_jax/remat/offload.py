@@ -17,7 +17,7 @@ import jax
 
 from te_jax import compat
 from te_jax.errors import check_value
-from te_jax.remat import placement
+from te_jax.remat import met, placement
 from te_jax.remat.policies import Policy
 
 HOST_LINK = 55e9
@@ -71,7 +71,7 @@ def xla_flags(*, carry: bool = False) -> str:
 def jit(
     function: Callable, *, compiler_options: dict[str, Any] | None = None, carry: bool = False, **options: Any
 ) -> Any:
-    """``jax.jit`` with ``te.remat.compiler_options()``.
+    """``jax.jit`` with ``te.remat.compiler_options()``, and with warnings of names that a policy has for nothing.
 
     Args:
       function, **options: as for ``jax.jit``.
@@ -84,8 +84,10 @@ def jit(
 
     @functools.wraps(function)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        with placement.hiding():
-            return function(*args, **kwargs)
+        with placement.hiding(), met.asking() as policies:
+            results = function(*args, **kwargs)
+        met.warn_of(policies)
+        return results
 
     return jax.jit(traced, compiler_options=ours | given, **options)
 

@@ -33,6 +33,77 @@ def test_maxtexts_names_are_those_of_the_same_tensors():
     assert te.remat.policy(maxtext) == te.remat.policy(("act",), ("attn_norm", "context"))
 
 
+@pytest.mark.parametrize(
+    ("places", "named"),
+    [
+        ({"query_proj": "remat", "key_proj": "device"}, "core_attn_input, got 'query_proj': 'remat', 'key_proj': 'dev"),
+        ({"act": "device", "mlpwi": "remat"}, "act_input, got 'act': 'device', 'mlpwi': 'remat'"),
+        ({"qkv_proj": "offload", "query_proj": "device"}, "core_attn_input, got 'qkv_proj': 'offload', 'query_proj':"),
+        ({"fc1": "offload", "fc1_input": "remat", "act": "remat"}, "fc1_input, got 'fc1': 'offload', 'fc1_input': 'r"),
+    ],
+)
+def test_names_of_one_tensor_that_disagree(places, named):
+    with pytest.raises(ValueError, match=f"save: expected one place for names of one tensor, {named}"):
+        te.remat.policy(places)
+
+
+def test_a_whole_dictionary_of_maxtexts():
+    """It has the names of fused and of separate projections, and of the sum before and behind a linear of its own."""
+    names = ("qkv_proj", "query_proj", "key_proj", "value_proj", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "context")
+    rest = dict.fromkeys((*names, "out_proj", "attention_out", "decoder_layer_input"), "remat")
+    assert te.remat.policy(rest) == te.remat.policy()
+    apart = rest | dict.fromkeys(("query_proj", "key_proj", "value_proj"), "device")
+    assert te.remat.policy(apart | {"mlpwi": "offload"}) == te.remat.policy(("core_attn",), ("act",))
+    assert te.remat.policy(rest | {"attention_out": "device"}) == te.remat.policy(("mlp_norm",))
+
+
+def test_names_that_a_program_lacks():
+    """Said by te.remat.jit, once the program is traced, and by te.remat.report."""
+    policy = te.remat.policy(("act", "fc1", "mine"), extra_names=("mine", "mine2"), min_bytes=1)
+    expected = (
+        r"remat.policy: save and offload: expected names .*, got none of act_input, mine, mine_input; there are fc1_"
+    )
+    with pytest.warns(te.remat.UnusedNamesWarning, match=expected) as caught:
+        te.remat.jit(gradient(policy)).trace(X)
+    assert caught[0].filename == __file__
+    assert te.remat.report(policy) == {
+        "act_input": "never met",
+        "fc1_input": "on the device, 1024 bytes at most",
+        "mine": "never met",
+        "mine_input": "never met",
+    }
+    te.remat.jit(lambda x: gradient(policy, "mine")(x) + gradient(policy, "act")(x)).trace(X)  # now it has met all
+    assert "never met" not in te.remat.report(policy)["mine"]
+    te.remat.jit(lambda x: jax.checkpoint(jnp.sin, policy=te.remat.policy(("fc2",)))(x)).trace(X)  # no gradient
+    with pytest.raises(TypeError, match=r"remat.report: policy: expected one of te.remat.policy\(...\)"):
+        te.remat.report(jax.checkpoint_policies.everything_saveable)
+
+
+def test_a_size_that_no_tensor_has():
+    policy = te.remat.policy(offload=("fc1",), min_bytes=1025)
+    with pytest.warns(
+        te.remat.UnusedNamesWarning, match="min_bytes: expected some .*, got 1025, where the largest has 1024"
+    ):
+        te.remat.jit(gradient(policy)).trace(X)
+    assert te.remat.report(policy) == {"fc1_input": "on the device, 1024 bytes at most: below min_bytes"}
+    large = te.remat.policy(offload=("fc1",), min_bytes=1024)
+    te.remat.jit(gradient(large)).trace(X)
+    assert te.remat.report(large) == {"fc1_input": "offloaded, 1024 bytes at most"}
+
+
+def test_a_layer_in_a_stack_has_all_names():
+    """Of a program that is traced again JAX asks about a part; what was met before counts."""
+    names = ("attn_norm", "qkv_linear", "core_attn", "context", "attn_proj", "mlp_norm", "fc1", "act", "fc2")
+    policy = te.remat.policy((*names, "fc1_kernel"))
+    layer = te.flax.TransformerLayer(2, 32, recipe=te.CurrentScaling())
+    model = te.flax.LayerStack(layer, 2, policy)
+    x = jnp.ones((2, 16, 32))
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    for scale in (1.0, 2.0):
+        te.remat.jit(jax.grad(lambda v, x, scale=scale: scale * model.apply(v, x).sum())).trace(variables, x)
+    assert not any(fate == "never met" for fate in te.remat.report(policy).values())
+
+
 def test_modules_are_in_the_list_of_names():
     for name in ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "fc1", "act", "fc2", "router_fc1"):
         assert {name, f"{name}_input"} <= set(te.remat.NAMES)
