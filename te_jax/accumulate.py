@@ -116,7 +116,8 @@ def accumulate_gradients(
       (loss f32[], gradients): those of all collections but ``fp8_kernels``, in the dtypes of the variables.
 
     Raises:
-      ValueError, TypeError: naming the argument.
+      ValueError, TypeError: naming the argument. With ``main_grad`` also if no kernel qualifies, with the reason for
+        each: a step that was asked to and does not is slower without a word.
     """
     op = "accumulate_gradients"
     _check_variables(op, variables)

@@ -18,7 +18,7 @@ from flax import traverse_util
 from jax import Array
 
 from te_jax import compat, main_grad, programs
-from te_jax.errors import check_value, warn
+from te_jax.errors import message, warn
 from te_jax.ops.main_grad import MainGrad, Mode, finding_without
 from te_jax.quant import state as fp8_state
 from te_jax.quant.state import COLLECTION
@@ -192,5 +192,33 @@ def _find(loss_fn: Callable, variables: Any, microbatch: Any) -> _Kernels:
     paths = {i: places[i] for i in found}
     expected = "a loss of at least one te_jax linear that is given a buffer (it is applied with all of the variables) "
     expected += "and a kernel as it is in params"
-    check_value(bool(paths), "accumulate_gradients", "main_grad", expected, "one without")
+    if not paths:
+        named = {
+            place: program.terms_named(1 + len(leaves) + n, main_grad.MARK) for n, place in enumerate(places.values())
+        }
+        got = _why_none({"/".join(place): _why_not(terms, place in again) for place, terms in named.items()})
+        raise ValueError(message("accumulate_gradients", "main_grad", expected, got))
     return _Kernels(structure, paths, frozenset(i for i, how in found.items() if how == "alone"))
+
+
+def _why_not(terms: Sequence[bool], again: bool) -> str:
+    """Why a kernel has no main gradient; ``terms``: of its buffer's next value, whether a linear wrote each."""
+    if again or sum(terms) > 1:
+        return "more than one call of a linear uses it"
+    if not any(terms):
+        return (
+            "no te_jax linear took its buffer in a differentiated call outside of branches and loops (it is another "
+            "library's layer, unused, applied without all of the variables, or its nn.scan or nn.vmap doesn't have "
+            f"{main_grad.COLLECTION!r} in variable_axes)"
+        )
+    return "the loss does something else with it too, or gives the linear something that is computed from it"
+
+
+def _why_none(reasons: Mapping[str, str]) -> str:
+    """All kernels, by reason."""
+    if not reasons:
+        return "variables without a kernel: no parameter in params has that name and a floating dtype"
+    by_reason: dict[str, list[str]] = {}
+    for kernel, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(kernel)
+    return "none: " + "; ".join(f"{', '.join(kernels)}: {reason}" for reason, kernels in by_reason.items())

@@ -70,6 +70,12 @@ class Program:
             return None
         return "alone" if len(second) == 1 else "in a sum"
 
+    def terms_named(self, output: int, name: str) -> list[bool]:
+        """Of the terms of an output, whether ``checkpoint_name`` gave each this name."""
+        return [
+            _is_named(way[-1], name) for way in self._terms((), self.closed.jaxpr, self.closed.jaxpr.outvars[output])
+        ]
+
     def _terms(self, path: Path, jaxpr: Any, var: Any) -> Iterator[tuple]:
         """The terms of a sum, each as (..., (path, jaxpr, variable), (path, equation)): its way from what makes it.
 

@@ -277,6 +277,7 @@ class RunVariables(nn.Module, kw_only=True):
             if kept != kernel.shape:
                 buffer = dataclasses.replace(buffer, buffer=buffer.buffer.reshape(kernel.shape))
             if buffer.mode == "try" and shared:
+                buffer.first_use()  # which is the second
                 continue
             expected = "one use in a differentiated call, as two would add what was in it twice: leave shared kernels, "
             expected += "and calls that are not differentiated, without a buffer"

@@ -449,11 +449,37 @@ def test_errors_of_accumulate_gradients():
     variables = module.init(jax.random.key(1), batch[0])
     run = functools.partial(te.accumulate_gradients, loss_of(module), num_microbatches=2)
     with pytest.raises(
-        ValueError, match="accumulate_gradients: main_grad: expected a loss of at least one te_jax linea"
+        ValueError,
+        match=r"main_grad: expected a loss of at least one te_jax linea.*none: kernel: no te_jax linear took",
     ):
         run(variables, batch, main_grad=True)
+    with pytest.raises(ValueError, match=r"main_grad: .*got variables without a kernel: no parameter in params"):
+        te.accumulate_gradients(
+            lambda v, b: jnp.mean(v["params"]["scale"] * b[0].astype(jnp.float32)),
+            {"params": {"scale": jnp.ones(())}}, batch, num_microbatches=2, main_grad=True,
+        )  # fmt: skip
     with pytest.raises(ValueError, match="accumulate_gradients: variables: expected no 'main_grad'"):
         run({**variables, COLLECTION: te.main_grad.init(variables["params"])}, batch)
+
+
+def test_why_no_kernel_has_a_main_gradient():
+    """Of each kernel, where none has one: an error, as the step would be slower than it was asked to be."""
+    linear, batch = ops.Linear(WIDTH, use_bias=False), data(32)
+    module = te.Sequential([linear, ops.GELU(), linear, ops.Linear(WIDTH, use_bias=False)], dtype=jnp.float32)
+    params = module.init(jax.random.key(1), batch[0])["params"] | {"other": {"kernel": jnp.ones(4)}}
+
+    def loss(variables, batch):
+        own = dict(variables["params"])
+        other = own.pop("other")["kernel"].sum()
+        own["ops_3"] = jax.tree.map(lambda w: 2 * w, own["ops_3"])
+        return loss_of(module)({**variables, "params": own}, batch) + other
+
+    expected = (
+        "got none: ops_0/kernel: more than one call of a linear uses it; ops_3/kernel: the loss does something else "
+        "with it too, or gives the linear something that is computed from it; other/kernel: no te_jax linear took its"
+    )
+    with pytest.raises(ValueError, match=expected):
+        te.accumulate_gradients(loss, {"params": params}, batch, num_microbatches=2, main_grad=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- meshes

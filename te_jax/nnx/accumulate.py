@@ -11,13 +11,14 @@ from jax import Array
 
 from te_jax import accumulate
 from te_jax.errors import check_value
+from te_jax.nnx import main_grad as buffers
 from te_jax.nnx.state import ANY_FP8_STATE, DIFFERENTIATED, FP8State
 from te_jax.quant import state as fp8_state
-from te_jax.quant.state import COLLECTION
+from te_jax.quant.state import COLLECTION, MAIN_GRAD
 
 
 def accumulate_gradients(
-    loss_fn: Callable[[Any, Any], Array], model: Any, batch: Any, *, num_microbatches: int
+    loss_fn: Callable[[Any, Any], Array], model: Any, batch: Any, *, num_microbatches: int, main_grad: bool = False
 ) -> tuple[Array, nnx.State]:
     """Loss and gradients of a batch, one microbatch after the other; the FP8 state makes one step, as for the batch.
 
@@ -30,6 +31,8 @@ def accumulate_gradients(
       model: differentiated with respect to its ``nnx.Param``.
       batch: arrays [B, ...]. Microbatch i holds the rows i, i + num_microbatches, ....
       num_microbatches: a divisor of B.
+      main_grad: as for ``te.accumulate_gradients``; modules of te.nnx are handed their buffers by this function, in
+        scans and vmaps over layers too.
 
     Returns:
       (loss f32[], gradients), as of ``te.nnx.value_and_grad``.
@@ -45,6 +48,7 @@ def accumulate_gradients(
         own_rest = jax.tree.map(lambda leaf: leaf, rest)  # new Variables, which this trace may change
         merged = nnx.merge(graphdef, variables["params"], own_fp8, own_rest)
         nodes = {path: node for path, node in nnx.iter_graph(merged) if isinstance(node, nnx.Variable)}
+        buffers.attach(merged, variables.get(MAIN_GRAD, {}))
         before = {path: node.get_raw_value() for path, node in nodes.items()}
         for node in nodes.values():
             if isinstance(node, FP8State):
@@ -57,7 +61,8 @@ def accumulate_gradients(
 
     state = nnx.to_pure_dict(fp8)
     variables = {"params": params, **({COLLECTION: state} if state else {})}
-    loss, grads = accumulate.accumulate_gradients(pure_loss, variables, batch, num_microbatches=num_microbatches)
+    options: dict[str, Any] = {"num_microbatches": num_microbatches, "main_grad": main_grad}
+    loss, grads = accumulate.accumulate_gradients(pure_loss, variables, batch, **options)
     if state:
         nnx.update(model, fp8_state.apply(state, grads[COLLECTION]))
     return loss, grads["params"]

@@ -15,9 +15,10 @@ from flax import linen as nn
 from flax import nnx
 
 from te_jax.errors import check_type, check_value
-from te_jax.nnx import dropped, initializers, state
+from te_jax.nnx import dropped, initializers, main_grad, state
+from te_jax.nnx.main_grad import MainGradBuffer
 from te_jax.nnx.state import FP8State
-from te_jax.quant.state import COLLECTION
+from te_jax.quant.state import COLLECTION, MAIN_GRAD
 from te_jax.run_variables import NEXT, updating_state
 
 
@@ -104,8 +105,10 @@ class Module(nnx.Module):
     ) -> Any:
         """Runs the definition on the variables, and updates the FP8 state where that is for a call to do."""
         runs = _collect(self, lambda variable: isinstance(variable, FP8State))
-        params = _collect(self, lambda variable: not isinstance(variable, FP8State))
+        params = _collect(self, lambda variable: not isinstance(variable, FP8State | MainGradBuffer))
+        buffers = _collect(self, lambda variable: isinstance(variable, MainGradBuffer))
         variables = {"params": _values(params), COLLECTION: state.read(runs)}
+        variables |= {MAIN_GRAD: main_grad.collection(buffers)} if buffers else {}
         keys = self._dropout_key(kwargs.get("deterministic", True), rngs)
         frozen = self.use_running_average if use_running_average is None else use_running_average
         if frozen and state.is_differentiated(runs):  # a gradient of zeros reads as unused: te.nnx.grad keeps the state

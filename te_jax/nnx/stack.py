@@ -49,10 +49,25 @@ class LayerStack(nnx.Module):
 
     def __call__(self, x: Array, **kwargs: Any) -> Array:
         """x, and what every layer gets beside it: ``positions``, ``deterministic``, ``use_running_average``."""
+        kept: set[Any] = set()  # variables that a layer leaves as they are; a remat gives all of them new values
 
         def body(x: Array, layer: Any) -> Array:
-            return layer(x, **kwargs)
+            before = {path: variable.get_raw_value() for path, variable in _variables(layer).items()}
+            y = layer(x, **kwargs)
+            after = _variables(layer)
+            same = (path for path in before if path in after and after[path].get_raw_value() is before[path])
+            kept.update(same)
+            return y
 
         if self.policy is not None:
             body = nnx.remat(body, policy=self.policy, prevent_cse=False)  # the loop itself keeps XLA from merging
-        return nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata=_LAYERS)(x, self.layers)
+        before = {path: (variable, variable.get_raw_value()) for path, variable in _variables(self.layers).items()}
+        y = nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata=_LAYERS)(x, self.layers)
+        for path in kept:
+            variable, value = before[path]
+            variable.set_raw_value(value)
+        return y
+
+
+def _variables(layer: Any) -> dict[Any, nnx.Variable]:
+    return {path: node for path, node in nnx.iter_graph(layer) if isinstance(node, nnx.Variable)}
