@@ -119,6 +119,18 @@ def _sum_of_rungs(rungs: jax.Array) -> jax.Array:
     return rungs[..., 0]
 
 
+@jax.jit
+def contradicts(leaves: Leaves) -> jax.Array:
+    """bool[...]: the newest amax can't be of the one rung that is populated, so the leaves were treated unequally.
+
+    Signs do that, and norms that are taken of each leaf. Uses 2**32 apart may share a slot: their mean is below the
+    largest by up to their number, for which 8 octaves are left. Not part of ``decode``: what it costs, `check` pays.
+    """
+    newest, has_rung = decode(leaves).newest, leaves["uses"][..., :RUNGS] != 0
+    above = ((_rung(newest) - jnp.argmax(has_rung, -1) + RUNGS // 2) & (RUNGS - 1)) - RUNGS // 2
+    return (newest > 0) & (has_rung.sum(-1) == 1) & ((above > 1) | (above < -16))
+
+
 def encode(
     newest: jax.Array, older: jax.Array, scale: jax.Array, parity: jax.Array, has_amax: jax.Array | None = None
 ) -> dict[str, jax.Array]:

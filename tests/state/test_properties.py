@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 
 import te_jax as te
 from te_jax.quant import state as leaves_of_a_run
-from te_jax.quant.state_leaves import decode
+from te_jax.quant.state_leaves import contradicts, decode
 
 Q, H = 3, 4
 RECIPE = te.DelayedScaling(amax_history_len=H)
@@ -233,6 +233,8 @@ def test_any_linear_treatment(steps, uses, how):
     beyond = beyond_half_an_octave(uses, how)
     check_treated(read(leaves), uses, before, 2.0**-20, beyond)
     check_treated(read(bfloat16(leaves)), uses, before, 2.0**-6, beyond)
+    assert not contradicts(leaves).any()  # no false alarm
+    assert not contradicts(bfloat16(leaves)).any()
 
 
 @repeatable(max_examples=60)
@@ -245,6 +247,15 @@ def test_uses_far_apart(steps, uses):
     before = after(steps)
     leaves = summed([to_numpy(use(before, amax)) for amax in uses])
     check_treated(read(leaves), uses, before, 2.0**-20, beyond=1.1 * len(uses))
+    assert not contradicts(leaves).any()
+
+
+def test_uses_that_share_a_slot_are_no_contradiction():
+    """Rungs repeat every 2**32: the mean of k such uses is up to k times below the largest, in another rung."""
+    before, far = after([]), np.float32([2.0**32] * Q)
+    for k in (2, 8, 128):
+        leaves = summed([to_numpy(use(before, far if i == 0 else np.ones(Q, np.float32))) for i in range(k)])
+        assert not contradicts(leaves).any()
 
 
 @repeatable(max_examples=60)

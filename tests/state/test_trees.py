@@ -89,6 +89,24 @@ def test_accumulate_gradients_keeps_the_type():
         assert jax.tree.structure(grads) == jax.tree.structure(v)
 
 
+def by_its_norm(leaf):
+    return leaf / jnp.linalg.norm(leaf)
+
+
+@pytest.mark.parametrize("treatment", [jnp.sign, by_its_norm])
+def test_each_leaf_by_itself(treatment):
+    """What is left reads as state: every amax is about 1 then. The dy of a loss that is a mean is far below that."""
+    v = variables()
+    x, dy = data()
+    for i in range(2):
+        grads = grad(v, x[i, 0], dy[i, 0] / 4096)
+        te.state.check(v[te.state.COLLECTION], grads[te.state.COLLECTION])
+        treated = jax.tree.map(treatment, grads)
+        with pytest.raises(ValueError, match=rf"state.check: .*{RUN}.*something not linear has stepped"):
+            te.state.check(v[te.state.COLLECTION], treated[te.state.COLLECTION])
+        v = {**v, te.state.COLLECTION: treated[te.state.COLLECTION]}
+
+
 def test_a_bridged_module():
     """A linen chain in nnx: the loss is differentiated in its parameters and its FP8 state."""
     x, dy = data()
