@@ -131,6 +131,20 @@ def contradicts(leaves: Leaves) -> jax.Array:
     return (newest > 0) & (has_rung.sum(-1) == 1) & ((above > 1) | (above < -16))
 
 
+@jax.jit
+def follows(old: Leaves, new: Leaves) -> jax.Array:
+    """bool[...]: ``new`` has the history of ``old`` as its older one, to bfloat16; true where ``new`` is unused.
+
+    Leaves that were multiplied by a factor each (trust ratios) don't. As above, `check` pays for it.
+    """
+    before, after = decode(old), decode(new)
+    pushed = jnp.concatenate([before.newest[..., None], before.older], -1)[..., :-1]
+    want = jnp.where(before.newest[..., None] > 0, pushed, before.older)
+    # 2**-40: what a factor on the way may have made subnormal.
+    same = jnp.abs(after.older - want) <= 2.0**-6 * want + 2.0**-40
+    return same.all(-1) | ~after.used
+
+
 def encode(
     newest: jax.Array, older: jax.Array, scale: jax.Array, parity: jax.Array, has_amax: jax.Array | None = None
 ) -> dict[str, jax.Array]:

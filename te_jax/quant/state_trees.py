@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax import compat, errors
-from te_jax.quant.state_leaves import LEAVES, Decoded, Leaves, contradicts, decode, encode
+from te_jax.quant.state_leaves import LEAVES, Decoded, Leaves, contradicts, decode, encode, follows
 
 COLLECTION = "_overwrite_with_gradient"
 """The variable collection of FP8 state, which Flax's TrainState overwrites with its gradient."""
@@ -156,7 +156,7 @@ def apply(old: Any, cotangent: Any) -> Any:
 
 @compat.numpy_promotion()
 def check(before: Any, after: Any, *, allow_unused: bool = False) -> None:
-    """Raises unless every quantizer's state was updated from `before` to `after`, linearly.
+    """Raises unless every quantizer's state was updated once from `before` to `after`, linearly.
 
     Args:
       before, after: the state (as from `split`) before and after one training step; concrete arrays.
@@ -164,8 +164,9 @@ def check(before: Any, after: Any, *, allow_unused: bool = False) -> None:
 
     Raises:
       ValueError: state was stepped by something that is not linear (an optimizer), or was not updated: the loss was
-        not differentiated with respect to the state, or the new state was not stored. Names the run of ops. Treatments
-        of each leaf by itself (its sign, its own norm) are found where the amax that is left is far off.
+        not differentiated with respect to the state, or the new state was not stored. Names the run of ops. A
+        treatment of each leaf by itself is found by the history that is not the one before, from the second step on; of
+        the signs of leaves nothing is left but an amax of 1, found where it is far off.
     """
     bad, stale, fresh = [], [], 0
 
@@ -176,7 +177,7 @@ def check(before: Any, after: Any, *, allow_unused: bool = False) -> None:
         d_old, d_new = decode(old), decode(new)
         changed = (d_old.parity != d_new.parity) | (d_old.used & ~d_new.used)
         fresh += int(changed.sum())
-        broken = d_new.bad | contradicts(new)
+        broken = d_new.bad | contradicts(new) | changed & ~follows(old, new)
         if bool(broken.any()) or not bool(jnp.isfinite(new["uses"]).all()):
             bad.append(path)
         elif not bool(changed.all()):
@@ -185,7 +186,7 @@ def check(before: Any, after: Any, *, allow_unused: bool = False) -> None:
 
     _map_runs("state.check", visit, before, after)
     expected = "a state that was overwritten with its gradient (te.state.split keeps it from the optimizer)"
-    got = "one that is not finite, or that something not linear has stepped"
+    got = "one that is not finite, of several steps, or that something not linear has stepped"
     errors.check_value(not bad, "state.check", ", ".join(bad), expected, got)
     got = "state that this step did not update: differentiate the loss with respect to it too, and store it"
     ok = not stale or (allow_unused and fresh > 0)

@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 
 import te_jax as te
 from te_jax.quant import state as leaves_of_a_run
-from te_jax.quant.state_leaves import contradicts, decode
+from te_jax.quant.state_leaves import contradicts, decode, follows
 
 Q, H = 3, 4
 RECIPE = te.DelayedScaling(amax_history_len=H)
@@ -235,6 +235,8 @@ def test_any_linear_treatment(steps, uses, how):
     check_treated(read(bfloat16(leaves)), uses, before, 2.0**-6, beyond)
     assert not contradicts(leaves).any()  # no false alarm
     assert not contradicts(bfloat16(leaves)).any()
+    assert follows(before, leaves).all()
+    assert follows(before, bfloat16(leaves)).all()
 
 
 @repeatable(max_examples=60)
@@ -248,6 +250,7 @@ def test_uses_far_apart(steps, uses):
     leaves = summed([to_numpy(use(before, amax)) for amax in uses])
     check_treated(read(leaves), uses, before, 2.0**-20, beyond=1.1 * len(uses))
     assert not contradicts(leaves).any()
+    assert follows(before, leaves).all()
 
 
 def test_uses_that_share_a_slot_are_no_contradiction():

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from flax.core import FrozenDict, freeze
@@ -105,6 +106,20 @@ def test_each_leaf_by_itself(treatment):
         with pytest.raises(ValueError, match=rf"state.check: .*{RUN}.*something not linear has stepped"):
             te.state.check(v[te.state.COLLECTION], treated[te.state.COLLECTION])
         v = {**v, te.state.COLLECTION: treated[te.state.COLLECTION]}
+
+
+def test_a_factor_for_each_leaf():
+    """optax.scale_by_trust_ratio around te.state.optimizer, instead of inside."""
+    tx = optax.chain(optax.scale_by_trust_ratio(), te.state.optimizer(optax.sgd(0.0)))
+    x, dy = data()
+    v, before = variables(), None
+    opt_state = tx.init(v)
+    for i in range(3):
+        before = v
+        updates, opt_state = tx.update(grad(v, x[i, 0], dy[i, 0]), opt_state, v)
+        v = optax.apply_updates(v, updates)
+    with pytest.raises(ValueError, match=rf"state.check: .*{RUN}.*something not linear has stepped"):
+        te.state.check(before[te.state.COLLECTION], v[te.state.COLLECTION])
 
 
 def test_a_bridged_module():
