@@ -55,6 +55,12 @@ def no_mesh() -> AbstractContextManager:
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
+def all_manual(mesh: jax.sharding.AbstractMesh) -> AbstractContextManager:
+    """A context in which all axes of ``mesh`` are Manual, for code that runs on one device's part of what it has."""
+    kinds = (jax.sharding.AxisType.Manual,) * len(mesh.axis_names)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds))
+
+
 @contextlib.contextmanager
 def numpy_promotion() -> Generator[None]:
     """NumPy's promotion rules for te_jax's own arithmetic: jax_numpy_{dtype,rank}_promotion are for the user's.

@@ -19,11 +19,13 @@ class Along:
     """Where and how a collective matmul moves rows.
 
     Attributes:
-      axis_name: the Manual mesh axis.
+      axis_name: the mesh axis.
       ranks: its size.
       dimension: of [*lead, C], counted from the front.
       path: "overlapped" or "ring".
       always: the custom call, on CUDA, also where it isn't known to be faster than the pair.
+      whole: the axis isn't Manual: arrays are whole, and ``te_jax.collective.whole`` runs them.
+      reduces: of a whole matmul_reduce_scatter, which is gathered behind it; rows are those of all of lead.
     """
 
     axis_name: str
@@ -31,6 +33,8 @@ class Along:
     dimension: int
     path: str = "overlapped"
     always: bool = False
+    whole: bool = False
+    reduces: bool = False
 
 
 def run(along: Along, lhs: Array, rhs: Array, *, out_dtype: str, fields: dict[str, Any], **tensors: Array | None):

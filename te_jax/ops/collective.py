@@ -105,9 +105,8 @@ class Collective(Op):
         if kind == AxisType.Manual:
             return self._collective(x)
         if kind == AxisType.Explicit:
-            entries = explicit.spec_entries(x)
-            ctx.saved = _Split(entries)
-            return compat.reshard(x, PartitionSpec(*self._split(entries)))
+            self.remember(ctx, x)
+            return compat.reshard(x, PartitionSpec(*self._split(explicit.spec_entries(x))))
         return x if kind is None else _constrained(x, self._constraint(x.ndim))
 
     def backward(self, ctx: BackwardContext, dy: Array) -> Array:
@@ -118,6 +117,12 @@ class Collective(Op):
         if kind == AxisType.Explicit:
             return compat.reshard(dy, PartitionSpec(*ctx.saved.entries))
         return dy if kind is None else _constrained(dy, self._reverse_constraint(dy.ndim))
+
+    def remember(self, ctx: ForwardContext, x: Array, entries: Entries | None = None) -> None:
+        """Saves what ``backward`` reads, of an x of this type, or of one whose type has these ``entries``."""
+        axis = self.axis(x)
+        if axis is not None and axis.kind == AxisType.Explicit:
+            ctx.saved = _Split(explicit.spec_entries(x) if entries is None else entries)
 
     def note(self, info: LinkInfo) -> str:
         axis = self.axis()
@@ -197,6 +202,7 @@ class AllGather(_AlongDimension):
         if not isinstance(x, QTensor):
             return super().forward(ctx, x)
         data = required(x.data, str(self), "x.data")
+        self.remember(ctx, data)
         data = gathering.gather(data, self.axis_name, self._axis_of(data.ndim))
         return dataclasses.replace(x, data=data, data_t=jnp.moveaxis(data, -1, 0) if ctx.train else None)
 
@@ -208,7 +214,7 @@ class AllGather(_AlongDimension):
 
     def _split(self, entries: Entries) -> Entries:
         dimension = self._axis_of(len(entries))
-        return tuple(_without(e, self.axis_name) if i == dimension else e for i, e in enumerate(entries))
+        return tuple(explicit.without(e, self.axis_name) if i == dimension else e for i, e in enumerate(entries))
 
     def _constraint(self, ndim: int) -> PartitionSpec:
         return self._at_dimension(ndim, None)
@@ -243,8 +249,8 @@ class ReduceScatter(_AlongDimension):
 
     def _split(self, entries: Entries) -> Entries:
         dimension = self._axis_of(len(entries))
-        others = tuple(_without(e, self.axis_name) for e in entries)
-        return (*others[:dimension], _with(others[dimension], self.axis_name), *others[dimension + 1 :])
+        others = tuple(explicit.without(e, self.axis_name) for e in entries)
+        return (*others[:dimension], explicit.with_axis(others[dimension], self.axis_name), *others[dimension + 1 :])
 
     def _constraint(self, ndim: int) -> PartitionSpec:
         return self._at_dimension(ndim, self.axis_name)
@@ -272,7 +278,7 @@ class AllReduce(Collective):
         return self._varying(dy)
 
     def _split(self, entries: Entries) -> Entries:
-        return tuple(_without(e, self.axis_name) for e in entries)
+        return tuple(explicit.without(e, self.axis_name) for e in entries)
 
     def _constraint(self, ndim: int) -> None:
         return None
@@ -306,19 +312,3 @@ def bias_last(places: Sequence[Place]) -> list[Place]:
 
 def _constrained(x: Array, spec: PartitionSpec | None) -> Array:
     return x if spec is None else lax.with_sharding_constraint(x, spec)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-
-
-def _entry(names: tuple[str, ...]) -> Any:
-    return names if len(names) > 1 else names[0] if names else None
-
-
-def _without(entry: Any, axis: str) -> Any:
-    return _entry(tuple(name for name in _names(entry) if name != axis))
-
-
-def _with(entry: Any, axis: str) -> Any:
-    return _entry((*_names(entry), axis))

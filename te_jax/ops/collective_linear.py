@@ -1,7 +1,7 @@
 """A linear and the collective beside it as one product: what the steps of te_jax/fusion/rules/collective.py run.
 
-In Manual mode, with a tensor-parallel axis of t devices, x [*lead, K] and y [*lead, N] with one dimension of lead split
-over it where that is said:
+With a tensor-parallel axis of t devices, x [*lead, K] and y [*lead, N] with one dimension of lead split over it where
+that is said. Shapes are those of a device's parts, as Manual mode has them; Auto and Explicit axes have whole arrays:
 
                        forward                                         backward
   column-parallel      gather_forward: y [N/t] = gathered x . w        gather_backward: dx, split, = sum of dy . w^T
@@ -25,12 +25,13 @@ from jax import Array, lax
 
 from te_jax import compat, primitives
 from te_jax.collective.run import Along, run
+from te_jax.collective.whole import run_whole
 from te_jax.errors import required
 from te_jax.ops import linear
 from te_jax.ops.base import BackwardContext, ForwardContext
 from te_jax.ops.gathering import Part
 from te_jax.ops.recording import record
-from te_jax.parallel import mesh
+from te_jax.parallel import explicit, mesh
 from te_jax.primitives.spec import QuantizeSpec
 from te_jax.quant.tensor import QTensor
 
@@ -46,12 +47,12 @@ def gather_forward(
         x = x if keep_gathered else ctx.named(x, "input")
         kernel = ctx.params["kernel"].astype(x.dtype)
         fields |= {"fp8": False, "rhs_contract_first": True}
-        out = run(along, x, kernel, out_dtype=_name(x), fields=fields, **_bias(bias, x.dtype))
+        out = _run(along, x, kernel, out_dtype=_name(x), fields=fields, **_bias(bias, x.dtype))
         if keep_gathered:
             ctx.saved = ctx.named(required(out.gathered, ctx.info.label, "gathered"), "input")
         else:
             ctx.saved = Part(x, along.axis_name, along.dimension, transposed=False)
-        return out.out
+        return linear.constrained(ctx.info, _as_kernel(ctx, out.out))
     dtype = ctx.info.x_type.dtype
     x_q = x if isinstance(x, QTensor) else _quantize_part(ctx, "x", x, along)[0]
     x_q = dataclasses.replace(x_q, scale_inv=ctx.named(x_q.scale_inv, "input_scale"))
@@ -59,7 +60,7 @@ def gather_forward(
     kernel_q = linear.quantized_kernel(ctx)
     fields |= {"fast_accumulation": ctx.info.quantizing_recipe.fast_accumulation("fprop")}
     data = required(x_q.data, ctx.info.label, "x.data")
-    out = run(
+    out = _run(
         along,
         data,
         required(kernel_q.data_t, ctx.info.label, "kernel.data_t"),
@@ -74,7 +75,7 @@ def gather_forward(
     else:
         x_t = Part(data, along.axis_name, along.dimension, transposed=True)
     ctx.saved = (x_t, x_q.scale_inv, kernel_q.data, kernel_q.scale_inv)
-    return out.out.astype(dtype)
+    return linear.constrained(ctx.info, _as_kernel(ctx, out.out.astype(dtype)))
 
 
 def gather_backward(ctx: BackwardContext, dy: Array | QTensor, along: Along) -> Array:
@@ -83,7 +84,7 @@ def gather_backward(ctx: BackwardContext, dy: Array | QTensor, along: Along) -> 
     if not ctx.info.quantized:
         assert not isinstance(dy, QTensor)
         kernel = ctx.params["kernel"].astype(dy.dtype)
-        out = run(along, dy, kernel, out_dtype=_name(dy), fields=fields | {"fp8": False})
+        out = _run(along, dy, kernel, out_dtype=_name(dy), fields=fields | {"fp8": False})
         linear.high_precision_wgrad(ctx, dy)
         return out.out
     dtype = ctx.info.x_type.dtype
@@ -101,12 +102,13 @@ def scatter_forward(ctx: ForwardContext, x: Array | QTensor, along: Along, bias:
         kernel = ctx.params["kernel"].astype(x.dtype)
         ctx.saved = x
         fields |= {"fp8": False, "rhs_contract_first": True}
-        return run(along, x, kernel, out_dtype=_name(x), fields=fields, **_bias(bias, x.dtype)).out
+        y = _run(along, x, kernel, out_dtype=_name(x), fields=fields, **_bias(bias, x.dtype)).out
+        return _as_kernel(ctx, y)
     dtype = ctx.info.x_type.dtype
     x_q = x if isinstance(x, QTensor) else linear.quantize_operand(ctx, "x", x, train=ctx.train)[0]
     x_q = linear.named(ctx, x_q, "input", data="data_t")
     kernel_q = linear.quantized_kernel(ctx)
-    out = run(
+    out = _run(
         along,
         required(x_q.data, ctx.info.label, "x.data"),
         required(kernel_q.data_t, ctx.info.label, "kernel.data_t"),
@@ -117,11 +119,13 @@ def scatter_forward(ctx: ForwardContext, x: Array | QTensor, along: Along, bias:
         **_bias(bias, jnp.bfloat16),
     )
     ctx.saved = (x_q.data_t, x_q.data_t_scale_inv, kernel_q.data, kernel_q.scale_inv)
-    return out.out.astype(dtype)
+    return _as_kernel(ctx, out.out.astype(dtype))
 
 
 def reduce_forward(ctx: ForwardContext, x: Array | QTensor, along: Along, bias: Array | None = None) -> Array:
     """y [*lead, N] of x [*lead, K/t], the same on all devices: ``scatter_forward`` over all tokens, then gathered."""
+    if along.whole:
+        return scatter_forward(ctx, x, dataclasses.replace(along, reduces=True), bias)
     *lead, features = ctx.info.y_type.shape
     tokens = dataclasses.replace(along, dimension=0)
     y = scatter_forward(ctx, _flat(x), tokens, bias)
@@ -141,9 +145,9 @@ def scatter_backward(
         assert not isinstance(dy, QTensor)
         assert bias is None
         kernel = ctx.params["kernel"].astype(dy.dtype)
-        out = run(along, dy, kernel, out_dtype=_name(dy), fields=fields | {"fp8": False})
+        out = _run(along, dy, kernel, out_dtype=_name(dy), fields=fields | {"fp8": False})
         linear.high_precision_wgrad(ctx, required(out.gathered, ctx.info.label, "gathered"))
-        return out.out
+        return explicit.retyped(out.out, explicit.spec_entries(ctx.saved)[-1])
     dtype = ctx.info.x_type.dtype
     if isinstance(dy, QTensor):
         dy_q = dy
@@ -153,7 +157,7 @@ def scatter_backward(
             bias_ctx.param_grads["bias"] = required(dbias, ctx.info.label, "dbias")
     out = _dgrad(ctx, dy_q, along, fields)
     linear.wgrad(ctx, jnp.moveaxis(required(out.gathered, ctx.info.label, "gathered"), -1, 0), dy_q.scale_inv)
-    return out.out.astype(dtype)
+    return explicit.retyped(out.out.astype(dtype), explicit.spec_entries(ctx.saved[0])[0])
 
 
 def fp8_result(
@@ -167,7 +171,7 @@ def fp8_result(
     kernel_q = linear.quantized_kernel(ctx)
     fast = ctx.info.quantizing_recipe.fast_accumulation("fprop")
     kind = "all_gather_matmul" if gathers else "matmul_reduce_scatter"
-    return run(
+    return _run(
         along,
         required(x_q.data, ctx.info.label, "x.data"),
         required(kernel_q.data_t, ctx.info.label, "kernel.data_t"),
@@ -182,7 +186,7 @@ def fp8_result(
 
 def _dgrad(ctx: BackwardContext, dy_q: QTensor, along: Along, fields: dict[str, Any]) -> primitives.CollectiveGemmOut:
     _, _, kernel_data, kernel_scale_inv = ctx.saved
-    return run(
+    return _run(
         along,
         required(dy_q.data, ctx.info.label, "dy.data"),
         kernel_data,
@@ -200,11 +204,21 @@ def _quantize_part(
     fields = linear.quantizing(ctx.info, role) | {"data_t": False} | linear.dbias_of(bias)
     scale = linear.scale_of(ctx, role)
     axes = mesh.amax_axes(x, scale, ctx.info.recipe)
-    axes = axes if along.axis_name in axes else (*axes, along.axis_name)
-    x = compat.pvary(x, (along.axis_name,)) if compat.checks_varying_axes() else x
+    if not along.whole:
+        axes = axes if along.axis_name in axes else (*axes, along.axis_name)
+        x = compat.pvary(x, (along.axis_name,)) if compat.checks_varying_axes() else x
     out = primitives.quantize(x, scale, QuantizeSpec(**fields), amax_axes=axes)
     record(ctx.info, role, x, out)
     return linear.as_qtensor(ctx, role, out, x.dtype), out.dbias
+
+
+def _run(along: Along, *operands: Array, **options: Any) -> primitives.CollectiveGemmOut:
+    return (run_whole if along.whole else run)(along, *operands, **options)
+
+
+def _as_kernel(ctx: ForwardContext, y: Array) -> Array:
+    """y with the type that an Explicit kernel gives its features where nothing is fused."""
+    return explicit.retyped(y, explicit.spec_entries(ctx.params["kernel"])[-1])
 
 
 def _name(x: Array) -> str:

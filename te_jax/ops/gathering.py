@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import AxisType, PartitionSpec
 
 from te_jax import compat
+from te_jax.parallel import explicit, mesh
 from te_jax.quant.format import is_fp8
 
 
 def gather(x: Array, axis_name: str, dimension: int) -> Array:
-    """The parts x of all devices along a Manual axis, one after the other in ``dimension``; FP8 travels as bytes."""
-    move = functools.partial(lax.all_gather, axis_name=axis_name, axis=dimension, tiled=True)
-    x = compat.pvary(x, (axis_name,)) if compat.checks_varying_axes() else x
+    """The parts x of all devices along a Manual axis, one after the other in ``dimension``; FP8 travels as bytes.
+
+    Under Auto and Explicit axes x is whole, and its ``dimension`` no longer split.
+    """
+    move = functools.partial(_gathered, axis_name=axis_name, dimension=dimension)
     if not is_fp8(x.dtype):
         return move(x)
     return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
+
+
+def _gathered(x: Array, axis_name: str, dimension: int) -> Array:
+    axis = mesh.named_axis("gather", axis_name, x)
+    if axis is None:
+        return x
+    if axis.kind == AxisType.Manual:
+        x = compat.pvary(x, (axis_name,)) if compat.checks_varying_axes() else x
+        return lax.all_gather(x, axis_name, axis=dimension, tiled=True)
+    auto = axis.kind == AxisType.Auto
+    entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim if auto else [*explicit.spec_entries(x)]
+    entries[dimension] = None if auto else explicit.without(entries[dimension], axis_name)
+    to = PartitionSpec(*entries)
+    return lax.with_sharding_constraint(x, to) if auto else compat.reshard(x, to)
 
 
 @functools.partial(

@@ -284,7 +284,7 @@ def forward(
         c=c,
     )
     ctx.saved = (x_q.data_t, x_q.data_t_scale_inv, kernel_q.data, kernel_q.scale_inv)
-    return _constrained(info, y.astype(dtype))
+    return constrained(info, y.astype(dtype))
 
 
 def named(ctx: ForwardContext, q: QTensor, tensor: str, *, data: str) -> QTensor:
@@ -372,10 +372,11 @@ def _high_precision_forward(ctx: ForwardContext, x: Array) -> Array:
     out = (*explicit.spec_entries(x)[:-1], explicit.spec_entries(kernel)[-1])
     dims = (((x.ndim - 1,), (0,)), ((), ()))
     y = lax.dot_general(x, kernel, dims, out_sharding=explicit.out_sharding(out, x, kernel))
-    return _constrained(ctx.info, y)
+    return constrained(ctx.info, y)
 
 
-def _constrained(info: LinkInfo, y: Array) -> Array:
+def constrained(info: LinkInfo, y: Array) -> Array:
+    """y, split as the op says, if it does."""
     spec = getattr(info.op, "out_sharding", None)
     return y if spec is None else explicit.constrain(y, spec)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -27,3 +30,36 @@ def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     if regime.explicit:
         return compat.reshard(x, spec)
     return jax.lax.with_sharding_constraint(x, spec) if regime.auto else x
+
+
+def names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def axes(entries: Sequence[Any]) -> tuple[str, ...]:
+    """The mesh axes of several entries."""
+    return tuple(name for entry in entries for name in names(entry))
+
+
+def entry(names: tuple[str, ...]) -> Any:
+    """The entry of these mesh axes."""
+    return names if len(names) > 1 else names[0] if names else None
+
+
+def without(old: Any, *axes: str) -> Any:
+    """The entry without these axes."""
+    return entry(tuple(name for name in names(old) if name not in axes))
+
+
+def with_axis(old: Any, axis: str) -> Any:
+    """The entry with an axis more, the innermost one."""
+    return entry((*names(old), axis))
+
+
+def retyped(x: jax.Array, last: Any) -> jax.Array:
+    """x with this entry for its last dimension, without the axes of others; as it is where no axis is Explicit."""
+    if not mesh.regime(x).explicit:
+        return x
+    *lead, _ = spec_entries(x)
+    return compat.reshard(x, PartitionSpec(*lead, without(last, *axes(lead))))

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import math
 
 import jax
 from jax.sharding import AxisType
@@ -65,11 +66,18 @@ def regime(*arrays) -> Regime:
 
 @dataclasses.dataclass(frozen=True)
 class NamedAxis:
-    """A mesh axis as the code being traced sees it. ``mixed``: it is Manual, and others beside it aren't."""
+    """A mesh axis as the code being traced sees it.
+
+    Attributes:
+      kind, size: its own.
+      mixed: whether an axis of another kind is beside it.
+      others: product of the sizes of those beside it.
+    """
 
     kind: AxisType
     size: int
     mixed: bool = False
+    others: int = 1
 
 
 def named_axis(caller: str, name: str, *arrays, argument: str = "axis_name") -> NamedAxis | None:
@@ -85,8 +93,10 @@ def named_axis(caller: str, name: str, *arrays, argument: str = "axis_name") -> 
     check_value(name in mesh.axis_names, caller, argument, f"one of the mesh's {mesh.axis_names}", repr(name))
     place = mesh.axis_names.index(name)
     kind = mesh.axis_types[place]
-    mixed = kind == AxisType.Manual and bool(here.explicit or here.auto)
-    return NamedAxis(kind, mesh.axis_sizes[place], mixed)
+    by_kind = {AxisType.Manual: here.manual, AxisType.Explicit: here.explicit, AxisType.Auto: here.auto}
+    mixed = any(axes for other, axes in by_kind.items() if other != kind)
+    size = mesh.axis_sizes[place]
+    return NamedAxis(kind, size, mixed, math.prod(mesh.axis_sizes) // max(size, 1))
 
 
 @functools.cache

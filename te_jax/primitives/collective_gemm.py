@@ -102,7 +102,7 @@ def place_of(axis_name: str) -> jax.Array:
         if axis != axis_name and axis in mesh.manual_axes:
             group = group * np.int32(mesh.shape[axis]) + jax.lax.axis_index(axis)
     # The sum types the result as varying over all of the axes.
-    return jnp.where(np.arange(2) == 0, rank, group)
+    return jnp.where(jnp.arange(2) == 0, rank, group)
 
 
 def group_name(axis_name: str) -> str:

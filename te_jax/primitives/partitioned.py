@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.custom_batching import custom_vmap
@@ -13,14 +15,24 @@ from jax.sharding import NamedSharding
 from te_jax import compat
 from te_jax.parallel.sharding import ShardingRule
 from te_jax.primitives.definition import Definition
-from te_jax.primitives.spec import Spec
 
 Batched = tuple[tuple[bool, ...], ...]
 """For each batch dimension, the outermost first: which operands have it. All results have all of them, first."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Partitionable:
+    """What is partitioned, if it is no ``Definition``: those of its fields that are read here."""
+
+    rule: Callable[..., ShardingRule]
+    local: Callable[..., tuple]
+    examples: Callable[..., tuple]
+
+
 @functools.cache
-def partitioned(definition: Definition, bind: Callable, spec: Spec, batched: Batched = ()) -> Callable[..., tuple]:
+def partitioned(
+    definition: Definition | Partitionable, bind: Callable, spec: Any, batched: Batched = ()
+) -> Callable[..., tuple]:
     """The function of operands that runs ``definition`` in an Auto mesh, in a loop over every batch dimension.
 
     A batch dimension is one more dimension that may be sharded: shards loop over their own examples.
@@ -45,13 +57,13 @@ def partitioned(definition: Definition, bind: Callable, spec: Spec, batched: Bat
     return batchable
 
 
-def _over_examples(definition: Definition, function: Callable, batched: Batched) -> Callable:
+def _over_examples(definition: Definition | Partitionable, function: Callable, batched: Batched) -> Callable:
     for in_batched in reversed(batched):
         function = functools.partial(definition.examples, function, in_batched)
     return function
 
 
-def _rule(definition: Definition, spec: Spec, batched: Batched, operands: Sequence) -> ShardingRule:
+def _rule(definition: Definition | Partitionable, spec: Any, batched: Batched, operands: Sequence) -> ShardingRule:
     """The rule of the operation on one example, with a factor more for every batch dimension."""
     shapes = [operand.shape[sum(level[i] for level in batched) :] for i, operand in enumerate(operands)]
     rule = definition.rule(spec, *(jax.ShapeDtypeStruct(shape, jax.numpy.float32) for shape in shapes))
@@ -94,7 +106,9 @@ compat.mlir.register_lowering(_not_exported, _lower_not_exported)
 compat.ad.primitive_jvps[_not_exported] = refuse_derivative
 
 
-def _partition(definition: Definition, spec: Spec, bind: Callable, batched: Batched, mesh, operands, results):
+def _partition(
+    definition: Definition | Partitionable, spec: Any, bind: Callable, batched: Batched, mesh, operands, results
+):
     """The callback of ``custom_partitioning``: one shard's function, and the shardings that it needs and gives."""
     rule = _rule(definition, spec, batched, operands)
     operand_specs, result_specs = (
