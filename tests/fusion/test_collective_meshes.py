@@ -1,0 +1,170 @@
+"""Windows with a collective under Auto and Explicit axes, beside a data axis, against NumPy in fp64.
+
+``tests/fusion/test_collective_windows.py`` has Manual axes; tests/aot/test_collective_meshes.py what a GPU gets.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import te_jax as te
+from te_jax import ops
+from te_jax.quant import state as quant_state
+from te_jax.testing import hlo, tolerance
+
+P = PartitionSpec
+DATA, TP = 2, 4
+KINDS = (AxisType.Explicit, AxisType.Auto)
+# Without a recipe all sums are exact; an FP8 GEMM adds a bias in bfloat16.
+RECIPES = {
+    "none": (None, jnp.float32),
+    "delayed": (te.DelayedScaling(amax_history_len=2), jnp.bfloat16),
+    "current": (te.CurrentScaling(), jnp.bfloat16),
+}
+FORMS = {  # op, features of x and y, and how x, kernel, bias and y are split
+    "column": (ops.AllGather, (64, 192), P("data", "tp"), P(None, "tp"), P("tp"), P("data", None, "tp")),
+    "scatter": (ops.ReduceScatter, (192, 64), P("data", None, "tp"), P("tp"), P(), P("data", "tp")),
+    "reduce": (ops.AllReduce, (192, 64), P("data", None, "tp"), P("tp"), P(), P("data")),
+}
+LEAD = (4, 16)
+
+
+def make_mesh(kind):
+    return jax.make_mesh((DATA, TP), ("data", "tp"), axis_types=(kind, kind))
+
+
+def chain(form, recipe, dtype, **options):
+    collective = FORMS[form][0]("tp", **({"overlap": "overlapped"} | options))
+    # A Bias of a row-parallel linear is between it and the collective here.
+    linear = ops.Linear(FORMS[form][1][1], name="linear")
+    elements = [collective, linear] if form == "column" else [linear, collective]
+    return te.Sequential(elements, recipe=recipe, dtype=dtype)
+
+
+@functools.cache
+def operands(form):
+    """x, kernel, bias and dy: integers that FP8 holds; the largest of each is on one device only."""
+    rng = np.random.default_rng(len(form))
+    features = FORMS[form][1]
+    shapes = {"x": (*LEAD, features[0]), "kernel": features, "bias": features[1:], "dy": (*LEAD, features[1])}
+    arrays = {name: rng.integers(-3, 3, shape, endpoint=True).astype(np.float32) for name, shape in shapes.items()}
+    for array in arrays.values():
+        array.flat[-1] = 7
+    return arrays
+
+
+def step_of(form, recipe, dtype, **options):
+    """A function of variables, x and dy: y and the gradients of sum(y * dy)."""
+
+    def step(variables, x, dy):
+        def loss(variables, x):
+            y = chain(form, recipe, dtype, **options).apply(variables, x)
+            return jnp.sum(y.astype(jnp.float32) * dy), y
+
+        (_, y), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(variables, x)
+        return y, *grads
+
+    return step
+
+
+def arguments(form, mesh, recipe, dtype):
+    """Variables, x and dy on the mesh."""
+    _, _, x_spec, kernel_spec, bias_spec, y_spec = FORMS[form]
+    data = operands(form)
+    put = lambda name, spec, dtype=np.float32: jax.device_put(  # noqa: E731
+        data[name].astype(dtype), NamedSharding(mesh, spec)
+    )
+    variables = {"params": {"linear": {"kernel": put("kernel", kernel_spec), "bias": put("bias", bias_spec)}}}
+    if recipe is not None and recipe.stateful:
+        state = te.state.split(chain(form, recipe, dtype).init(jax.random.key(0), jnp.ones((16, FORMS[form][1][0]))))[1]
+        variables = te.state.merge(variables, jax.device_put(state, NamedSharding(mesh, P())))
+    return variables, put("x", x_spec, dtype), put("dy", y_spec)
+
+
+def wanted(form, dtype):
+    """{name: (value, bound of the error)} in fp64; what travels is rounded once, and so is a result."""
+    x, kernel, bias, dy = (operands(form)[name].astype(np.float64) for name in ("x", "kernel", "bias", "dy"))
+    unit = 0.0 if dtype == jnp.float32 else tolerance.unit_roundoff(dtype) * (1 + 2.0**-6)
+
+    def product(a, b, summed, bias=0.0):
+        a = a.reshape(*a.shape[:-1], TP if summed else 1, -1)
+        parts = np.einsum("btrk,rkn->rbtn", a, b.reshape(a.shape[-2], -1, b.shape[-1]))
+        y = parts.sum(0) + bias
+        return y, unit * (np.abs(y) + (np.abs(parts).sum(0) if summed else 0.0))
+
+    forward, backward = product(x, kernel, form != "column", bias), product(dy, kernel.T, form == "column")
+    return {
+        "y": forward,
+        "x": backward,
+        "kernel": (np.einsum("btk,btn->kn", x, dy), 0.0),
+        "bias": (dy.sum((0, 1)), 0.0),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_values_gradients_and_state(recipe, kind):
+    recipe, dtype = RECIPES[recipe]
+    mesh = make_mesh(kind)
+    args = {form: arguments(form, mesh, recipe, dtype) for form in FORMS}
+    with jax.set_mesh(mesh):
+        program = jax.jit(lambda args: {form: step_of(form, recipe, dtype)(*args[form]) for form in FORMS})
+        compiled = program.lower(args).compile()
+        got = compiled(args)
+    for form, (y, variables, dx) in got.items():
+        found = {"y": y, "x": dx} | variables["params"]["linear"]
+        for name, (want, bound) in wanted(form, dtype).items():
+            error = np.abs(np.asarray(found[name], np.float64) - want)
+            assert np.all(error <= bound), (form, name, error.max())
+        given = {"y": args[form][2], "x": args[form][1]} | args[form][0]["params"]["linear"]
+        for name, array in given.items():
+            assert found[name].sharding.is_equivalent_to(array.sharding, array.ndim), (form, name)
+        if recipe is not None and recipe.stateful:
+            state = te.state.split(variables)[1]
+            leaves = {path[-1].key: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+            for number, (role, largest) in enumerate((("x", 448), ("kernel", 448), ("dy", 57344))):
+                read = quant_state.read(leaves, jnp.full(3, largest, jnp.float32), recipe)
+                # Of x, kernel and dy in that order: the amax is 7, and the scale a power of two.
+                assert read.history[number, 0] == 7, role
+                assert read.scale[number] == largest / 7, role
+    text = compiled.as_text()
+    # Forward and backward of each form; the backward of an AllReduce is that of a linear.
+    assert hlo.count_custom_calls(text)["te_jax_collective_gemm"] == 5
+    assert set(hlo.count_collectives(text)) <= {"all-reduce", "all-gather"}
+    assert hlo.count_collectives(text)["all-gather"] <= 1  # of what the AllReduce form gives
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_what_the_plan_says(kind):
+    x = jax.ShapeDtypeStruct((8, 8192, 8192), jnp.bfloat16)
+
+    def plan(*elements, recipe=te.CurrentScaling()):  # noqa: B008
+        return str(te.Sequential(elements, recipe=recipe, dtype=jnp.bfloat16).plan(x, platform="cuda"))
+
+    with jax.set_mesh(make_mesh(kind)):
+        large = plan(ops.RMSNorm(), ops.AllGather("tp"), ops.Linear(8192))
+        small = plan(ops.AllGather("tp"), ops.Linear(64))
+        ragged = plan(ops.Linear(64), ops.ReduceScatter("tp", dimension=0, overlap="overlapped"))
+        narrow = plan(ops.AllGather("tp", overlap="overlapped"), ops.Linear(30))
+        block = plan(ops.AllGather("tp", overlap="overlapped"), ops.Linear(256), recipe=te.BlockScaling())
+    assert "RMSNorm(ops_0): quantizes for the linear behind the gather, writes FP8" in large
+    assert "overlapped: copy, 1 piece; 1.1e+03 GFLOP a device, of tokens that all other mesh axes split" in large
+    assert large.count(" 1 te_jax_collective_gemm,") + large.count(" 2 te_jax_collective_gemm,") == 1  # in the sum
+    assert "GFLOP a device, overlap is known to pay from 34, of tokens that all other mesh axes split" in small
+    assert "te_jax_collective_gemm" in ragged
+    assert "30 features are not a multiple of 4 devices" in narrow
+    assert "block scales" in block
+    unset = plan(ops.AllGather("tp"), ops.Linear(8192))
+    assert "no mesh with an axis 'tp' is set here" in unset
+
+
+def test_axes_of_several_kinds():
+    mesh = jax.make_mesh((DATA, TP), ("data", "tp"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    x = jax.ShapeDtypeStruct((4, 8192, 8192), jnp.bfloat16)
+    with jax.set_mesh(mesh):
+        plan = str(te.Sequential([ops.AllGather("tp"), ops.Linear(8192)], dtype=jnp.bfloat16).plan(x))
+    assert "mesh axes beside 'tp' are not Auto" in plan
