@@ -97,7 +97,7 @@ def _parameter(module: nn.Module, spec: ParamSpec, dtype: Any) -> Any:
         if isinstance(value, meta.AxisMetadata):  # nn.with_partitioning: its names are those of the shape that is kept
             box: Any = value
             bare = box.value if hasattr(box, "value") else box.unbox()  # without a sharding constraint
-            return box.replace_boxed(bare.reshape(shape))
+            return box.replace_boxed(bare.reshape(shape))  # meta.replace_boxed would make one, of the other shape
         return value.reshape(shape)
 
     value: Any = module.param(spec.name, init, spec.kept, dtype)

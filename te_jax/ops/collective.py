@@ -13,6 +13,8 @@ What they do depends on what kind of axis it is where the chain is traced (te_ja
   AllReduce      psum                         nothing, or psum of a    not split over axis           split as x was
                                               dy that is a term of it  (Auto: the compiler's choice)
 
+Next to a linear they may be one product with it, on any kind of axis (te_jax/fusion/rules/collective.py).
+
 A Bias directly before a reduction over a Manual axis is applied after it, so that it is counted once, not once a device
 (``bias_last``).
 """
@@ -73,7 +75,7 @@ class Collective(Op):
 
     Attributes:
       axis_name: the mesh axis.
-      overlap: of a collective next to a linear on a Manual axis: "auto" overlaps them where that is known to pay;
+      overlap: of a collective next to a linear, whatever the axis: "auto" overlaps them where that is known to pay;
         "overlapped" (one custom call) and "ring" (a GEMM and a ``ppermute`` for each device) do so whatever the size,
         "plain" doesn't.
     """

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import te_jax as te
 from te_jax.primitives.collective_schedule import arena_bytes
+from te_jax.testing import hlo
 from te_jax.testing.compare import assert_trees_identical
 
 P = PartitionSpec
@@ -65,6 +66,34 @@ def assert_as_on_one_device(module, *, y_spec, x_spec, tolerance=2e-6):
             strict=True,
         )
     }
+
+
+def test_transformer_layer_on_auto_axes():
+    """Without ``shard_map``: variables placed as their boxes say, and all eight products with a collective overlap."""
+    module = te.flax.TransformerLayer(
+        8,
+        128,
+        num_kv_heads=4,
+        recipe=te.DelayedScaling(amax_history_len=2),
+        tensor_axis="tp",
+        sequence_parallel=True,
+        overlap="overlapped",
+    )
+    x, weights = (jax.random.normal(jax.random.key(i), X) for i in range(2))
+    boxed = jax.jit(module.init)(jax.random.key(2), x)
+    specs, variables = nn.get_partition_spec(boxed), nn.unbox(boxed)
+    mesh, split = make_mesh(), P("data", "tp")
+    place = lambda tree, specs: jax.device_put(tree, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))  # noqa: E731
+    with jax.set_mesh(mesh):
+        args = place(variables, specs), place(x, split), place(weights, split)
+        compiled = jax.jit(gradients(module)).lower(*args).compile()
+        got = compiled(*args)
+    want = jax.jit(gradients(module))(variables, x, weights)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error <= 2e-6, (jax.tree_util.keystr(path), error)
+    assert hlo.count_custom_calls(compiled.as_text())["te_jax_collective_gemm"] == 8
 
 
 def test_transformer_layer():

@@ -38,7 +38,7 @@ RULES = [
 def chains_of(rule):
     """Every way to fill the rule's slots, with one norm and one activation.
 
-    A Bias before a sum isn't there on Manual axes: chains put it behind (tests/fusion/test_collective_meshes.py has it).
+    Chains put a Bias before a sum behind it on Manual axes (tests/fusion/test_collective_meshes.py has others).
     """
     kept = {*ACTIVATIONS, *NORMS} - {ops.GELU, ops.RMSNorm}
     choices = [[k for k in slot.kinds if k not in kept] + [None] * slot.optional for slot in rule.pattern]
