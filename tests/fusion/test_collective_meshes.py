@@ -4,6 +4,7 @@
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +137,36 @@ def test_values_gradients_and_state(recipe, kind):
     assert hlo.count_custom_calls(text)["te_jax_collective_gemm"] == 5
     assert set(hlo.count_collectives(text)) <= {"all-reduce", "all-gather"}
     assert hlo.count_collectives(text)["all-gather"] <= 1  # of what the AllReduce form gives
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_ways_of_a_gather_behind_a_norm(kind):
+    """The norm writes FP8, which XLA, the one call (which keeps its own part) or the ring gathers; as on one device."""
+    ways = {"plain": {}, "overlapped": {"keep_gathered": False}, "ring": {}}
+    data, mesh = operands("column"), make_mesh(kind)
+    x, dy = jnp.asarray(data["x"]), jnp.asarray(data["dy"])
+    params = {"linear": {"kernel": data["kernel"]}, "norm": {"scale": np.linspace(0.5, 2, 64, dtype=np.float32)}}
+
+    def gradients(way):
+        gather = ops.AllGather("tp", overlap=way, **ways[way])
+        linear = ops.Linear(192, use_bias=False, name="linear")
+        module = te.Sequential([ops.RMSNorm(name="norm"), gather, linear], recipe=te.CurrentScaling())
+        return jax.value_and_grad(lambda params, x, dy: jnp.sum(module.apply({"params": params}, x) * dy), (0, 1))
+
+    want = jax.jit(gradients("plain"))(params, x, dy)
+    with jax.set_mesh(mesh):
+        specs = {"linear": {"kernel": P(None, "tp")}, "norm": {"scale": P()}}
+        place = functools.partial(jax.tree.map, lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)))
+        args = place(params, specs), place(x, P("data", "tp")), place(dy, P("data", None, "tp"))
+        compiled = jax.jit(lambda *args: {way: gradients(way)(*args) for way in ways}).lower(*args).compile()
+        got = compiled(*args)
+    for way in ways:
+        for a, b in zip(jax.tree.leaves(got[way]), jax.tree.leaves(want), strict=True):
+            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+            assert np.linalg.norm(a - b) <= 2e-6 * np.linalg.norm(b), way
+    # XLA's gathers are of bytes: of the plain way, and of the part that is gathered again for wgrad.
+    gathers = re.findall(r"= (\w+)\[[\d,]*\]\S* all-gather\(", compiled.as_text())
+    assert set(gathers) == {"u8"}, gathers
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
