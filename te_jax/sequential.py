@@ -256,7 +256,9 @@ class ChainModule(RunVariables, kw_only=True):
             why = place.op.why_unquantized(x_type, self.recipe)
             mode = main_grads.get(place.scope) if place.op.has_main_grad else None
             name, axis = place.scope or own_name, place.op.mesh_axis()
-            info = LinkInfo(place.op, place.path, place.scope, x_type, self.recipe, name, axis, why, mode)
+            info = LinkInfo(
+                place.op, place.path, place.scope, x_type, self.recipe, name, axis, why, mode, is_updating_state()
+            )
             if self.recipe is not None and self.recipe.strict:
                 check_value(why is None, info.label, "recipe", "a linear that can be quantized (strict=True)", why)
             links.append(info)

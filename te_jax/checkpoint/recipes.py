@@ -27,8 +27,9 @@ from te_jax.quant import state
 from te_jax.quant.state_trees import is_run
 from te_jax.recipe import DelayedScaling, Recipe
 
-# Neither changes a number or a shape: a checkpoint may be restored onto another mesh or with another strictness.
-_NOT_COMPARED = ("amax_axes", "strict")
+# None changes a shape, or a number of a quantizer with history: a checkpoint may be restored onto another mesh, with
+# another strictness or with another way to start.
+_NOT_COMPARED = ("amax_axes", "strict", "initial_scale")
 # What a scale was derived with, beside amax.
 _OF_SCALES = ("x_format", "kernel_format", "dy_format", "margin")
 _OP = "checkpoint.migrate_state"

@@ -23,6 +23,7 @@ from te_jax.ops import main_grad
 from te_jax.ops.base import BackwardContext, ForwardContext, QuantizedKernel
 from te_jax.ops.main_grad import MainGrad
 from te_jax.parallel import mesh
+from te_jax.parallel.amax import reduce_together
 from te_jax.quant.format import is_fp8
 from te_jax.recipe import BlockScaling
 
@@ -55,11 +56,21 @@ def execute(
 
 @compat.numpy_promotion()
 def quantize_kernels(run: Run, params: Params, state: State, *, train: bool = True) -> Kernels:
-    """The kernels of the run's linears in FP8, as the run itself would quantize them now, if it is differentiated."""
+    """The kernels of the run's linears in FP8, as the run itself would quantize them now, if it is differentiated.
+
+    They may leave the function that a device runs by itself: their amaxes are reduced.
+    """
     kernels: list[QuantizedKernel | None] = []
-    for info, scales in zip(run.links, read_scales(run, state), strict=True):
+    amaxes, axes = {}, []
+    for link, (info, scales) in enumerate(zip(run.links, read_scales(run, state), strict=True)):
         ctx = ForwardContext(info, params.get(info.scope, {}), train=train, scales=scales)
-        kernels.append(info.op.quantize_kernel(ctx) if info.quantizes_kernel else None)
+        kernel = info.op.quantize_kernel(ctx) if info.quantizes_kernel else None
+        kernels.append(kernel)
+        if kernel is not None and "amax" in kernel:
+            amaxes[link] = kernel["amax"]
+            axes.append(mesh.amax_axes(kernel["amax"], scales.get("kernel"), info.recipe))
+    for link, amax in zip(amaxes, reduce_together([*amaxes.values()], axes), strict=True):
+        kernels[link] = {**(kernels[link] or {}), "amax": amax}
     return tuple(kernels)
 
 

@@ -15,6 +15,8 @@ from te_jax.fusion.cotangent import Like
 from te_jax.fusion.fuser import RunPlan, plan_run
 from te_jax.fusion.pattern import Rule
 from te_jax.ops.base import LinkInfo, Used
+from te_jax.parallel import mesh
+from te_jax.parallel.amax import reduce_together
 from te_jax.primitives.spec import ScaleReadSpec, ScaleWriteSpec
 from te_jax.recipe import DelayedScaling, Recipe
 
@@ -131,18 +133,39 @@ def read_scales(run: Run, state: State) -> Scales:
     if state and run.quantizes:
         for key, (rows, spec) in run.state_parts().items():
             for (link, role), scale in zip(rows, primitives.scale_read(state[key], spec), strict=True):
-                scales[link][role] = scale
+                initial = run.links[link].initial_scale(role)
+                scales[link][role] = scale if initial is None else jnp.where(scale == 0, jnp.float32(initial), scale)
     return scales
 
 
 def write_state(run: Run, state: State, used: Sequence[Used]) -> State:
-    """The state's cotangent: its next value; zero in the rows of quantizers that this call didn't use."""
+    """The state's cotangent: its next value; zero in the rows of quantizers that this call didn't use.
+
+    Amaxes are, in Manual mode, those of each device's part of the tensors: no one else reads them, so they are reduced
+    here, all at once.
+    """
     if not state or not run.quantizes:
         return jax.tree.map(lambda leaf: Like.of(leaf).match(jnp.zeros(leaf.shape, leaf.dtype)), state)
+    parts = run.state_parts()
+    whole = _reduced(
+        {key: [used[link].get(role) for link, role in rows] for key, (rows, _) in parts.items()}, run, state
+    )
     written = {}
-    for key, (rows, read) in run.state_parts().items():
-        amaxes = [used[link].get(role) for link, role in rows]
+    for key, (_, read) in parts.items():
+        amaxes = whole[key]
         fields = {field.name: getattr(read, field.name) for field in dataclasses.fields(read)}
         spec = ScaleWriteSpec(**fields, used="".join("0" if amax is None else "1" for amax in amaxes))
         written[key] = primitives.scale_write(state[key], [amax for amax in amaxes if amax is not None], spec)
     return written
+
+
+def _reduced(amaxes: Mapping[str, Sequence[Array | None]], run: Run, state: State) -> dict[str, list[Array | None]]:
+    """The amaxes of every part of the state, reduced over the manual axes that they vary over and the part does not."""
+    flat, axes = [], []
+    for key, rows in amaxes.items():
+        given = [amax for amax in rows if amax is not None]
+        over = {axis: None for amax in given for axis in mesh.amax_axes(amax, state[key]["scale"], run.recipe)}
+        flat += given
+        axes += [tuple(over)] * len(given)
+    whole = iter(reduce_together(flat, axes))
+    return {key: [None if amax is None else next(whole) for amax in rows] for key, rows in amaxes.items()}

@@ -172,6 +172,7 @@ class LinkInfo:
     mesh_axis: NamedAxis | None = None  # of a collective
     why_unquantized: str | None = None  # ops with quantizers: why they run in high precision; None: they are quantized
     main_grad: str | None = None  # what wgrad does with the kernel's buffer (te_jax.ops.main_grad); None: there is none
+    dy_without_history: bool = False  # perhaps nothing writes the FP8 state of dy: its quantizer's scale is always 0
 
     @property
     def label(self) -> str:
@@ -193,6 +194,12 @@ class LinkInfo:
     @property
     def y_type(self) -> TensorType:
         return self.op.out_type(self.x_type)
+
+    def initial_scale(self, role: str) -> float | None:
+        """The scale of that role's quantizer while it has no history; None: the one that its tensor's amax gives."""
+        if self.recipe is None or (role == "dy" and self.dy_without_history):
+            return None
+        return self.recipe.initial_scale
 
 
 @dataclasses.dataclass

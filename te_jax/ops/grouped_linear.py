@@ -175,6 +175,8 @@ def quantizing(info: LinkInfo, role: str, *, train: bool = True) -> dict[str, An
         "data": train or role != "kernel",
         "data_t": train or role == "kernel",
         "amax": train and recipe.stateful,
+        "amax_of_part": True,  # reduced with all others, where the state is written
+        "seeded": info.initial_scale(role) is not None,
         "margin": recipe.margin,
         "power_of_two": recipe.power_of_two,
         "scaling": "leading" if role == "kernel" else "group",
@@ -197,7 +199,8 @@ def scale_of(ctx: ForwardContext | BackwardContext, role: str) -> Array:
     if role in ctx.scales:
         return ctx.scales[role]
     groups = required(ctx.info.op.groups, ctx.info.label, "groups")
-    return compat.pvary(jnp.zeros((groups,), jnp.float32), _axes_of_groups(ctx))
+    scale = jnp.full((groups,), ctx.info.initial_scale(role) or 0.0, jnp.float32)
+    return compat.pvary(scale, _axes_of_groups(ctx))
 
 
 def _axes_of_groups(ctx: ForwardContext | BackwardContext) -> frozenset[str]:

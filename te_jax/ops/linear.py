@@ -153,6 +153,8 @@ def quantizing(info: LinkInfo, role: str, *, train: bool = True) -> dict[str, An
         "data": train or role != "kernel",
         "data_t": train or role == "kernel",
         "amax": train and recipe.stateful,
+        "amax_of_part": True,  # reduced with all others, where the state is written
+        "seeded": info.initial_scale(role) is not None,
         "margin": recipe.margin,
         "power_of_two": recipe.power_of_two,
         "scaling": scaling(recipe, role),
@@ -191,9 +193,13 @@ def scale_of(ctx: ForwardContext | BackwardContext, role: str, alpha: float = 1.
     if isinstance(ctx.info.recipe, BlockScaling):
         return None
     scale = ctx.scales.get(role)
+    initial = ctx.info.initial_scale(role)
     if scale is None:
-        return jnp.zeros((), jnp.float32)
-    return scale if alpha == 1.0 else jnp.minimum(scale * abs(alpha), MAX_SCALE)
+        scale = jnp.float32(initial or 0.0)
+    if alpha == 1.0:
+        return scale
+    scale = jnp.minimum(scale * abs(alpha), MAX_SCALE)
+    return scale if initial is None else jnp.maximum(scale, 1 / MAX_SCALE)  # never 0, as ``quantizing`` says then
 
 
 def quantize_operand(

@@ -41,10 +41,15 @@ def _base(factor: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Reductions:
-    """Mesh axes over which a shard's results are reduced: its amax by maximum, its partial sums by addition."""
+    """Mesh axes over which a shard's results are reduced: its amax by maximum, its partial sums by addition.
+
+    ``manual``: those of ``amax`` that are Manual, where types may differ between devices, so that the result of a spec
+    that says ``amax_of_part`` isn't reduced over them.
+    """
 
     amax: Axes = ()
     sums: Axes = ()
+    manual: Axes = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,9 @@ import numpy as np
 
 from te_jax import compat, errors
 from te_jax.parallel import mesh as mesh_lib
+from te_jax.parallel.amax import reduce_amax
 from te_jax.parallel.sharding import ShardingRule
-from te_jax.primitives import library, quantizing
+from te_jax.primitives import library
 from te_jax.primitives.collective_schedule import MAX_CHUNKS, MAX_RANKS, out_dtype, schedule, sizes, travelling
 from te_jax.primitives.custom_call import CustomCall
 from te_jax.primitives.definition import DEFINITIONS, Definition
@@ -229,7 +230,7 @@ def _plain(spec, *operands):
 def _local(call, spec, reductions, *operands):
     outs = dict(zip(_result_names(spec), call(spec, *operands), strict=True))
     if spec.amax:
-        outs["amax"] = quantizing.reduce_amax(outs["amax"], reductions.amax)
+        outs["amax"] = reduce_amax(outs["amax"], reductions.amax)
     return tuple(outs.values())
 
 

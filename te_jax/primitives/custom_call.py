@@ -80,14 +80,14 @@ class CustomCall:
             return self._explicit(spec, amax_axes, custom_call, regime, *operands)
         if regime.manual:
             call = self.bind[custom_call]
-            return self.definition.local(call, spec, Reductions(amax=amax_axes), *operands)
+            return self.definition.local(call, spec, Reductions(amax=amax_axes, manual=amax_axes), *operands)
         return partitioned(self.definition, self.bind[custom_call], spec)(*operands)
 
     def _explicit(self, spec, amax_axes, custom_call, regime, *operands) -> tuple:
         """``shard_map`` over the explicit axes. Axes that are already manual stay so."""
         rule, axes = self._explicit_axes(spec, regime, operands)
         reductions = rule.reductions(axes)
-        reductions = Reductions(amax=amax_axes + reductions.amax, sums=reductions.sums)
+        reductions = Reductions(amax=amax_axes + reductions.amax, sums=reductions.sums, manual=amax_axes)
 
         def shard(*operands):
             call = self.bind[custom_call]

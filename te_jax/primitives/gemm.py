@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax import errors
+from te_jax.parallel.amax import reduce_amax
 from te_jax.parallel.sharding import ShardingRule
 from te_jax.primitives import block_gemm, quantizing
 from te_jax.primitives.custom_call import CustomCall
@@ -197,7 +198,7 @@ def _local(call, spec, reductions, *operands):
         product = jax.lax.psum(product, reductions.sums)
         rest = dict(zip(_operands(spec)[count:], operands[count:], strict=True))
         out, *amax = _epilogue(spec, product.astype(jnp.float32), rest)
-    return (out, *(quantizing.reduce_amax(a, reductions.amax) for a in amax))
+    return (out, *(reduce_amax(a, reductions.amax) for a in amax))
 
 
 def _why_not(spec, lhs, rhs, *rest):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax import errors
+from te_jax.parallel.amax import reduce_amax
 from te_jax.parallel.sharding import Factors, Reductions
 from te_jax.primitives import block_quantizing, group_quantizing
 from te_jax.primitives.spec import QuantizingSpec
@@ -221,7 +222,7 @@ def local(call: Callable, spec: QuantizingSpec, reductions: Reductions, *operand
     """The pass on one shard. ``scale`` is the last operand, except in block scaling, where each block has its own.
 
     An unseeded scale has to come from the whole tensor's amax, so where there is anything to reduce it is found first,
-    by a pass that reads nothing if the scale is given.
+    by a pass that reads nothing if the scale is given; by none if that is known of it.
     """
     dbias_dtype = spec.dbias_dtype
     if spec.dbias and reductions.sums:
@@ -229,7 +230,7 @@ def local(call: Callable, spec: QuantizingSpec, reductions: Reductions, *operand
     if spec.blocks:
         return _sum_dbias(spec, reductions, dbias_dtype, call(spec, *operands))
     *tensors, scale = operands
-    if spec.quantizes and reductions.amax:
+    if spec.quantizes and reductions.amax and not spec.seeded:
         (shard_amax,) = call(_amax_only(spec), *operands)
         seeded = reference.scale_from_amax(
             reduce_amax(shard_amax, reductions.amax),
@@ -243,7 +244,8 @@ def local(call: Callable, spec: QuantizingSpec, reductions: Reductions, *operand
         # The same values as the pass gives, but typed as equal on all shards.
         outs |= {"scale": scale, "scale_inv": reciprocal(scale)}
     if spec.amax:
-        outs["amax"] = reduce_amax(outs["amax"], reductions.amax)
+        axes = (axis for axis in reductions.amax if not (spec.amax_of_part and axis in reductions.manual))
+        outs["amax"] = reduce_amax(outs["amax"], tuple(axes))
     return _sum_dbias(spec, reductions, dbias_dtype, outs.values())
 
 
@@ -258,18 +260,6 @@ def _sum_dbias(spec: QuantizingSpec, reductions: Reductions, dbias_dtype: str, o
     if spec.dbias and reductions.sums:
         results["dbias"] = jax.lax.psum(results["dbias"], reductions.sums).astype(dbias_dtype)
     return tuple(results.values())
-
-
-def reduce_amax(amax: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The maximum over mesh axes; NaN if it is NaN on any shard.
-
-    Taken on the bits, whose order for non-negative floats is that of the values with NaN above infinity: a floating
-    point maximum may drop NaNs (NCCL's does).
-    """
-    if not axes:
-        return amax
-    bits = jax.lax.bitcast_convert_type(amax, jnp.int32) & np.int32(0x7FFFFFFF)
-    return jax.lax.bitcast_convert_type(jax.lax.pmax(bits, tuple(axes)), jnp.float32)
 
 
 def _amax_only(spec: QuantizingSpec) -> QuantizingSpec:

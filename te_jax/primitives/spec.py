@@ -8,6 +8,7 @@ reference. Operands and results that a spec does not ask for do not exist; none 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +22,14 @@ class Spec:
     """Base of all specs: knows how to become the dictionary attribute of a custom call."""
 
     def attributes(self) -> dict[str, object]:
-        """The dictionary attribute: floats as float32, integers as int64, as the C++ structs declare them."""
+        """The dictionary attribute: floats as float32, integers as int64, as the C++ structs declare them.
+
+        Fields ``of_mesh`` are not in it: they say what goes on between shards, and a handler runs on one.
+        """
         out: dict[str, object] = {}
         for field in dataclasses.fields(self):
+            if "of_mesh" in field.metadata:
+                continue
             value = getattr(self, field.name)
             if isinstance(value, bool | str):
                 out[field.name] = value
@@ -34,6 +40,11 @@ class Spec:
             else:
                 raise TypeError(f"{type(self).__name__}.{field.name}: expected bool, str, int or float, got {value!r}")
         return out
+
+
+def of_mesh(default: bool) -> Any:
+    """A field that says what goes on between shards."""
+    return dataclasses.field(default=default, metadata={"of_mesh": True})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +98,8 @@ class QuantizingSpec(Spec):
     dbias_dtype: str = "float32"  # float32, bfloat16 or float16: that of the parameter
     scaling: str = "tensor"  # "tensor", "block_1x128", "block_128x128" (y [K, N] only), "group" or "leading"
     groups: int = 0  # with "group" and "leading"
+    amax_of_part: bool = of_mesh(False)  # in shard_map the amax result is that of this device's part of y
+    seeded: bool = of_mesh(False)  # the caller knows that the scale operand is not 0: shards need no common amax first
 
     @property
     def quantizes(self) -> bool:

@@ -80,6 +80,11 @@ class Recipe:
         """Whether a scale derived from amax is floored to a power of two."""
         return False
 
+    @property
+    def initial_scale(self) -> float | None:
+        """The scale of a quantizer without history; None: the one that the tensor's own amax gives."""
+        return None
+
     def format(self, role: str) -> Format:
         """The FP8 format of `role`: "x", "kernel" or "dy"."""
         if role not in ROLES:
@@ -97,6 +102,8 @@ class Recipe:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.amax_axes is not None:
             fields["amax_axes"] = list(self.amax_axes)
+        if self.initial_scale is None:
+            fields.pop("initial_scale", None)  # versions that don't know it yet read the description
         return {"version": JSON_VERSION, "recipe": self.name, "fields": fields}
 
     def _check_choice(self, field: str, choices: tuple[str, ...]) -> None:
