@@ -8,6 +8,9 @@ from flax import nnx
 
 import te_jax as te
 
+# One policy for models with attention and without.
+pytestmark = pytest.mark.filterwarnings("ignore::te_jax.remat.UnusedNamesWarning")
+
 RECIPE = te.DelayedScaling(amax_history_len=2)
 F32 = jnp.float32
 SOME = te.remat.policy(("fc1",), ("attn_norm", "core_attn", "context", "act", "fc2"), min_bytes=0)
