@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -143,6 +144,15 @@ def test_scale_times_alpha_is_not_zero():
     assert linear.scale_of(context, "dy", alpha=2.0**3) == 2.0**-117
     assert linear.scale_of(context, "dy") == 2.0**-120
     assert linear.scale_of(context, "x", alpha=0.5) == 0.5  # without state
+
+
+def test_nnx_modules_keep_current_scaling_of_dy():
+    """Nothing writes the state of dy under ``nnx.grad``, so 1.0 would be its scale for ever: this dy would be 0."""
+    layer = te.nnx.Dense(32, 32, use_bias=False, recipe=FIXED, rngs=nnx.Rngs(0))
+    loss = lambda layer, x: jnp.sum(layer(x)) * 2.0**-30  # noqa: E731
+    dx = nnx.jit(nnx.grad(loss, argnums=1))(layer, jnp.ones((16, 32)))
+    want = np.asarray(layer.kernel[...]).sum(1) * 2.0**-30
+    np.testing.assert_allclose(np.asarray(dx)[0], want, rtol=0.1, atol=0.1 * 2.0**-30)
 
 
 @pytest.mark.parametrize("scale", [2.0**-60, 2.0**60])
