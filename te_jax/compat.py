@@ -23,7 +23,6 @@ from jax.interpreters import mlir as mlir
 not_mapped = None  # how batching rules mark an operand without a batch dimension
 shard_map = jax.shard_map
 auto_axes: Callable[..., Any] = jax.sharding.auto_axes  # typed as a decorator or a function
-reshard = jax.sharding.reshard
 get_abstract_mesh = jax.sharding.get_abstract_mesh
 
 
@@ -48,6 +47,22 @@ def checkpoint_name(x: Any, name: str) -> Any:
         return jax.lax.bitcast_convert_type(bits, leaf.dtype)
 
     return jax.tree.map(named, x)
+
+
+def _on_its_mesh(x: Any, spec: jax.sharding.PartitionSpec) -> Any:
+    """The spec as jax takes it for x: with the mesh of x's type where no mesh is set, which jax wants then."""
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.sharding.NamedSharding(mesh, spec) if get_abstract_mesh().empty and not mesh.empty else spec
+
+
+def reshard(x: Any, spec: jax.sharding.PartitionSpec) -> Any:
+    """``jax.sharding.reshard``, on the mesh that is set, or else on that of x's type."""
+    return jax.sharding.reshard(x, _on_its_mesh(x, spec))
+
+
+def with_sharding_constraint(x: Any, spec: jax.sharding.PartitionSpec) -> Any:
+    """``jax.lax.with_sharding_constraint``, on the mesh that is set, or else on that of x's type."""
+    return jax.lax.with_sharding_constraint(x, _on_its_mesh(x, spec))
 
 
 def no_mesh() -> AbstractContextManager:

@@ -84,7 +84,7 @@ class _Rule(ShardingRule):
     def constrained(self, x: Array, factors: tuple[str, ...]) -> Array:
         """x, whose split over the tensor-parallel axis the compiler is told, under Auto axes."""
         told = [self.axis if factor in (_SPLIT, _FEATURES) else PartitionSpec.UNCONSTRAINED for factor in factors]
-        return lax.with_sharding_constraint(x, PartitionSpec(*told)) if self.axis in told else x
+        return compat.with_sharding_constraint(x, PartitionSpec(*told)) if self.axis in told else x
 
 
 def _rule(spec: _Spec, lhs: Any, rhs: Any, *tensors: Any) -> _Rule:

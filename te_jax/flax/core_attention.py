@@ -100,6 +100,6 @@ _attention.defvjp(_forward, _backward)
 
 def _like(grad: Array, primal: Array) -> Array:
     """``grad`` with the Explicit sharding of its primal."""
-    if not mesh.regime(primal).explicit:
+    if not mesh.regime(primal).typed:
         return grad
     return explicit.constrain(grad, jax.typeof(primal).sharding.spec)

@@ -24,7 +24,7 @@ class Like:
 
     @classmethod
     def of(cls, primal: Array) -> Like:
-        spec = jax.typeof(primal).sharding.spec if mesh.regime(primal).explicit else None
+        spec = jax.typeof(primal).sharding.spec if mesh.regime(primal).typed else None
         return cls(primal.dtype, compat.varying_axes(primal), spec)
 
     def match(self, grad: Array) -> Array:

@@ -313,4 +313,4 @@ def bias_last(places: Sequence[Place]) -> list[Place]:
 
 
 def _constrained(x: Array, spec: PartitionSpec | None) -> Array:
-    return x if spec is None else lax.with_sharding_constraint(x, spec)
+    return x if spec is None else compat.with_sharding_constraint(x, spec)

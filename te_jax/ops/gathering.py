@@ -38,7 +38,7 @@ def _gathered(x: Array, axis_name: str, dimension: int) -> Array:
     entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim if auto else [*explicit.spec_entries(x)]
     entries[dimension] = None if auto else explicit.without(entries[dimension], axis_name)
     to = PartitionSpec(*entries)
-    return lax.with_sharding_constraint(x, to) if auto else compat.reshard(x, to)
+    return compat.with_sharding_constraint(x, to) if auto else compat.reshard(x, to)
 
 
 @functools.partial(

@@ -118,7 +118,7 @@ def book(ctx: BackwardContext, dw: Array, *, added: bool = False) -> None:
     if not added:
         summed = compat.varying_axes(dw) - compat.varying_axes(buffer)
         dw = lax.psum(dw, tuple(sorted(summed))) if summed else dw
-        if mesh.regime(buffer).explicit:
+        if mesh.regime(buffer).typed:
             dw = compat.reshard(dw, jax.typeof(buffer).sharding.spec)
         dw = compat.pvary(dw, compat.varying_axes(buffer))
         dw = buffer + dw if ctx.info.main_grad == "add" else dw

@@ -21,15 +21,15 @@ def spec_entries(x: jax.Array) -> tuple:
 def out_sharding(entries: tuple, *operands: jax.Array) -> NamedSharding | None:
     """What an operation on ``operands`` is told of its result's sharding: None where no axis is Explicit."""
     regime = mesh.regime(*operands)
-    return NamedSharding(regime.mesh, PartitionSpec(*entries)) if regime.explicit else None
+    return NamedSharding(regime.mesh, PartitionSpec(*entries)) if regime.typed else None
 
 
 def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """x with the sharding ``spec``: its type on an Explicit mesh, the compiler's on an Auto one. Manual: as it is."""
     regime = mesh.regime(x)
-    if regime.explicit:
+    if regime.typed:
         return compat.reshard(x, spec)
-    return jax.lax.with_sharding_constraint(x, spec) if regime.auto else x
+    return compat.with_sharding_constraint(x, spec) if regime.auto else x
 
 
 def names(entry: Any) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def with_axis(old: Any, axis: str) -> Any:
 
 def retyped(x: jax.Array, last: Any) -> jax.Array:
     """x with this entry for its last dimension, without the axes of others; as it is where no axis is Explicit."""
-    if not mesh.regime(x).explicit:
+    if not mesh.regime(x).typed:
         return x
     *lead, _ = spec_entries(x)
     return compat.reshard(x, PartitionSpec(*lead, without(last, *axes(lead))))

@@ -44,6 +44,11 @@ class Regime:
             return Kind.MANUAL
         return Kind.EXPLICIT if self.explicit else Kind.AUTO
 
+    @property
+    def typed(self) -> bool:
+        """Whether types show splits, that operations have to agree on: any axis is Explicit, also one of size 1."""
+        return AxisType.Explicit in self.mesh.axis_types
+
 
 def regime(*arrays) -> Regime:
     """The regime for an operation on ``arrays``: their mesh if their types show one, otherwise the current mesh."""

@@ -106,6 +106,15 @@ def wanted(form, dtype):
     }
 
 
+def check_values(form, y, variables, dx, dtype):
+    """Checks what ``step_of`` gives against ``wanted``; returns it by name."""
+    found = {"y": y, "x": dx} | variables["params"]["linear"]
+    for name, (want, bound) in wanted(form, dtype).items():
+        error = np.abs(np.asarray(found[name], np.float64) - want)
+        assert np.all(error <= bound), (form, name, error.max())
+    return found
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_values_gradients_and_state(recipe, kind):
@@ -117,10 +126,7 @@ def test_values_gradients_and_state(recipe, kind):
         compiled = program.lower(args).compile()
         got = compiled(args)
     for form, (y, variables, dx) in got.items():
-        found = {"y": y, "x": dx} | variables["params"]["linear"]
-        for name, (want, bound) in wanted(form, dtype).items():
-            error = np.abs(np.asarray(found[name], np.float64) - want)
-            assert np.all(error <= bound), (form, name, error.max())
+        found = check_values(form, y, variables, dx, dtype)
         given = {"y": args[form][2], "x": args[form][1]} | args[form][0]["params"]["linear"]
         for name, array in given.items():
             assert found[name].sharding.is_equivalent_to(array.sharding, array.ndim), (form, name)
@@ -199,3 +205,29 @@ def test_axes_of_several_kinds():
     with jax.set_mesh(mesh):
         plan = str(te.Sequential([ops.AllGather("tp"), ops.Linear(8192)], dtype=jnp.bfloat16).plan(x))
     assert "mesh axes beside 'tp' are not Auto" in plan
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+def test_arrays_on_a_mesh_that_is_not_set(recipe, form, kind):
+    """Nothing overlaps, as plans are made without it; collectives change the sharding on the arrays' mesh."""
+    recipe, dtype = RECIPES[recipe]
+    y, variables, dx = jax.jit(step_of(form, recipe, dtype))(*arguments(form, make_mesh(kind), recipe, dtype))
+    check_values(form, y, variables, dx, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+def test_a_mesh_of_one_device(recipe, form, kind):
+    """Types of Explicit axes of size 1 have to agree too: a contraction that one "splits" says what its result is."""
+    recipe, dtype = RECIPES[recipe]
+    mesh = jax.make_mesh((1, 1), ("data", "tp"), axis_types=(kind, kind), devices=jax.devices()[:1])
+    args = arguments(form, mesh, recipe, dtype)
+    with jax.set_mesh(mesh):
+        y, variables, dx = jax.jit(step_of(form, recipe, dtype))(*args)
+    check_values(form, y, variables, dx, dtype)
+    if kind == AxisType.Explicit:
+        for got, given in zip(jax.tree.leaves((variables, dx)), jax.tree.leaves(args[:2]), strict=True):
+            assert jax.typeof(got).sharding == jax.typeof(given).sharding
