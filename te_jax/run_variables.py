@@ -16,13 +16,13 @@ from flax.core import meta
 from jax import Array
 
 from te_jax import compat
-from te_jax.chain import RunPart
+from te_jax.chain import Place, RunPart
 from te_jax.errors import check_value, message, required
 from te_jax.fusion import inference, probe, watch
 from te_jax.fusion.execute import Kernels, quantize_kernels
 from te_jax.fusion.plan import describe
 from te_jax.fusion.run import SHARED, Run, State, StatePart
-from te_jax.ops import main_grad
+from te_jax.ops import device_order, main_grad
 from te_jax.ops.base import ParamSpec, TensorType
 from te_jax.ops.main_grad import MainGrad
 from te_jax.parallel import mesh
@@ -101,7 +101,7 @@ def _parameter(module: nn.Module, spec: ParamSpec, dtype: Any) -> Any:
         return value.reshape(shape)
 
     value: Any = module.param(spec.name, init, spec.kept, dtype)
-    return value.reshape(spec.shape)
+    return device_order.as_wanted(value, spec.shape, spec.devices)
 
 
 def _check_shape(module: nn.Module, spec: ParamSpec, value: Any) -> None:
@@ -227,6 +227,7 @@ class RunVariables(nn.Module, kw_only=True):
     @nn.nowrap
     def _kernels(self, run: Run, part: RunPart, params: Any, state: Any) -> tuple[Any, Kernels]:
         """The parameters, without kernels that are kept in FP8; and, by link, what was quantized before the call."""
+        _check_order(type(self).__name__, self.path, part, params)
         if inference.making_now() is not None and not self.is_initializing():
             self._make_fp8_params(run, params, state)
         rest, kept = inference.split(run, params, state, self.param_dtype)
@@ -260,7 +261,9 @@ class RunVariables(nn.Module, kw_only=True):
         Raises:
           ValueError: a kernel of several linears, or a call that is not the first to use its buffer.
         """
-        scopes = [place.scope for place in part.places if place.op.has_main_grad]
+        linears = [place for place in part.places if place.op.has_main_grad]
+        scopes = [place.scope for place in linears]
+        orders = {place.scope: device_order.devices_of(place.op) for place in linears}
         where, buffers = "/".join((*self.path, type(self).__name__)), {}
         for scope in dict.fromkeys(scopes):
             buffer = self._main_grad(scope)
@@ -275,7 +278,7 @@ class RunVariables(nn.Module, kw_only=True):
             kept = self._kept_shape(scope)
             buffer.check(name, TensorType(kept, kernel.dtype))
             if kept != kernel.shape:
-                buffer = dataclasses.replace(buffer, buffer=buffer.buffer.reshape(kernel.shape))
+                buffer = dataclasses.replace(buffer, buffer=device_order.as_wanted(buffer.buffer, kernel.shape, orders[scope]))
             if buffer.mode == "try" and shared:
                 buffer.first_use()  # which is the second
                 continue
@@ -318,7 +321,7 @@ class RunVariables(nn.Module, kw_only=True):
         """The kernels that were quantized before this call, by link; inside of ``making_kernels`` made and stored."""
         none = (None,) * len(run.links)
         names = {
-            i: "linear_" + "_".join(map(str, p.path))
+            i: "linear_" + "_".join(map(str, p.path)) + _order_of(p)
             for i, p in enumerate(part.places)
             if run.links[i].quantizes_kernel
         }
@@ -345,6 +348,24 @@ class RunVariables(nn.Module, kw_only=True):
                 pair = [_type_name(fields.get(field)) for fields in (wanted[i], got)]
                 check_value(pair[0] == pair[1], where, f"{KERNELS}/{name}/{key}/{field}", *pair)
         return tuple(given[names[i]] if i in names else None for i in range(len(run.links)))
+
+
+def _order_of(place: Place) -> str:
+    """What a kernel in FP8 is called after that isn't in the order in which it is kept, so that no other is taken."""
+    devices = device_order.devices_of(place.op)
+    return f"_of_{devices}_devices" if devices > 1 else ""
+
+
+def _check_order(module: str, path: tuple[str, ...], part: RunPart, params: Any) -> None:
+    """Raises ValueError for kernels in FP8 alone, which are kept as one matrix, where they are split by halves."""
+    for place in part.places:
+        devices = device_order.devices_of(place.op)
+        if devices == 1 or not place.op.has_main_grad:
+            continue
+        ok = inference.making_now() is None and not inference.is_quantized(params[place.scope][inference.KERNEL])
+        expected = "one in high precision where the mesh that is set has a tensor_axis of several devices"
+        got = "one in FP8 for inference (te.quantize_params), which is for one device or without jax.set_mesh"
+        check_value(ok, module, "/".join((*path, place.scope, inference.KERNEL)), expected, got)
 
 
 def _state_name(part: RunPart, key: str) -> str:

@@ -19,10 +19,10 @@ def norm_op(kind: str, epsilon: float, *, name: str, caller: str):
     return _NORMS[kind](epsilon=epsilon, name=name)
 
 
-def activation_op(kind: str, *, name: str, caller: str):
-    """The activation op called ``kind``. Raises ValueError naming ``caller`` if there is none."""
+def activation_op(kind: str, *, name: str, caller: str, devices: int = 1):
+    """The activation op called ``kind``; a gated one of x in the order of ``devices``. Raises ValueError naming ``caller`` if there is none."""
     _check_known(caller, "activation", kind, _ACTIVATIONS)
-    return _ACTIVATIONS[kind](name=name)
+    return _ACTIVATIONS[kind](name=name, **({"devices": devices} if is_gated(kind) else {}))
 
 
 def is_gated(activation: str) -> bool:

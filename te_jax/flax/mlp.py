@@ -63,9 +63,9 @@ class LayerNormMLP(ChainModule, kw_only=False):
     overlap: str = "auto"
 
     def chain(self):
-        activation = activation_op(self.activation, name="act", caller="LayerNormMLP")
         tensor = TensorParallel("LayerNormMLP", self.tensor_axis, self.sequence_parallel, self.overlap)
-        tensor.share("hidden_features", self.hidden_features)
+        order = tensor.order(tensor.share("hidden_features", self.hidden_features))
+        activation = activation_op(self.activation, name="act", caller="LayerNormMLP", devices=order)
         gated = is_gated(self.activation)
         fc1_features, parts = self.hidden_features * (2 if gated else 1), (2, self.hidden_features) if gated else None
         return (

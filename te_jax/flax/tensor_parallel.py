@@ -57,6 +57,16 @@ class TensorParallel:
     def _named_axis(self) -> mesh.NamedAxis | None:
         return None if self.axis is None else mesh.named_axis(self.caller, self.axis, argument="tensor_axis")
 
+    @property
+    def split_whole(self) -> int:
+        """Over how many devices an axis that isn't Manual splits what is whole here; 1: there is no such axis."""
+        axis = self._named_axis()
+        return axis.size if axis is not None and axis.kind != AxisType.Manual else 1
+
+    def order(self, size: int) -> int:
+        """In the order of how many devices (te_jax.ops.device_order) halves of this size come out of ``linear``."""
+        return self.split_whole if size % self.split_whole == 0 else 1
+
     def share(self, argument: str, size: int) -> int:
         """A device's part of a size. Raises ValueError naming the argument if devices don't divide it."""
         expected = f"a multiple of {self.ranks}, the size of mesh axis {self.axis!r}"
@@ -104,12 +114,14 @@ class TensorParallel:
             share = self.share("features", (parts or (features,))[split])
             sizes = tuple(share if i == split else size for i, size in enumerate(parts or (features,)))
             kept, features = (sizes if parts else None), features // self.ranks
+        gated = parallel == "column" and parts is not None and len(parts) == 2 and split == 1
         kernel_names = (None, *names) if parallel == "column" else (self.axis, None)
         return ops.Linear(
             features,
             kernel_init=partitioned(kernel_init, kernel_names),
             bias_init=partitioned(bias_init, names),
             kept_features=kept,
+            devices=self.order(kept[1]) if gated and kept else 1,
             **options,
         )
 

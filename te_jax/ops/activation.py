@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from te_jax import primitives
-from te_jax.errors import check_type, check_value
-from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo, Op, TensorType
+from te_jax.errors import check_type, check_value, required
+from te_jax.ops import device_order
+from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo, Op, TensorType, sum_over_lead
 from te_jax.parallel import mesh
 from te_jax.primitives.spec import ActivationGradSpec, ActivationSpec
 
@@ -47,6 +48,7 @@ class Activation(Op):
 
     kind: ClassVar[str]  # as in ActivationSpec
     gated: ClassVar[bool] = False
+    devices: ClassVar[int] = 1
     function: ClassVar[Callable[[Array], Array]]  # in fp32
 
     def _compute(self, x32: Array) -> Array:
@@ -72,11 +74,17 @@ class Activation(Op):
         *,
         group_sizes: Array | None = None,
     ) -> primitives.QuantizeOut:
-        """The result in FP8 only, as the linear after it wants it (``quantizing``), in one pass over x."""
+        """The result in FP8 only, as the linear after it wants it (``quantizing``), in one pass over x.
+
+        Not in blocks of scales, nor by groups, where ``devices`` is above 1.
+        """
         ctx.saved = x
         spec = ActivationSpec(**self._fields(), **quantizing)
         axes = mesh.amax_axes(x, scale, ctx.info.recipe)
-        return primitives.activation(x, scale, spec, group_sizes=group_sizes, amax_axes=axes)
+        if self.devices == 1:
+            return primitives.activation(x, scale, spec, group_sizes=group_sizes, amax_axes=axes)
+        x = device_order.apart(x, self.devices)
+        return device_order.joined_results(primitives.activation(x, scale, spec, amax_axes=axes))
 
     def backward(self, ctx: BackwardContext, dy: Array) -> Array:
         x = ctx.saved
@@ -92,10 +100,22 @@ class Activation(Op):
         *,
         group_sizes: Array | None = None,
     ) -> primitives.QuantizeOut:
-        """The cotangent of x in FP8 only, as the linear before it wants it (``quantizing``), in one pass."""
-        spec = ActivationGradSpec(**self._fields(), **quantizing)
+        """The cotangent of x in FP8 only, as the linear before it wants it (``quantizing``), in one pass.
+
+        Where ``devices`` is above 1, as ``forward_quantized``; and dbias is summed from the cotangent in x's dtype.
+        """
         axes = mesh.amax_axes(dy, scale, ctx.info.recipe)
-        return primitives.activation_grad(dy, ctx.saved, scale, spec, group_sizes=group_sizes, amax_axes=axes)
+        if self.devices == 1:
+            spec = ActivationGradSpec(**self._fields(), **quantizing)
+            return primitives.activation_grad(dy, ctx.saved, scale, spec, group_sizes=group_sizes, amax_axes=axes)
+        dbias = quantizing.get("dbias", False)
+        spec = ActivationGradSpec(**self._fields(), **quantizing | {"dbias": False} | ({"hp": True} if dbias else {}))
+        parts = (device_order.apart(a, self.devices) for a in (dy, ctx.saved))
+        out = device_order.joined_results(primitives.activation_grad(*parts, scale, spec, amax_axes=axes))
+        if not dbias:
+            return out
+        hp = required(out.hp, ctx.info.label, "hp")
+        return out._replace(hp=None, dbias=sum_over_lead(hp, jnp.dtype(quantizing["dbias_dtype"])))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +123,11 @@ class GatedActivation(Activation):
     """Base of the gated ones: y = function(g) u.
 
     ``gate``: which half of x is g, "first" (the default, as in TransformerEngine) or "second".
+    ``devices``: above 1 x is in the order of so many devices (te_jax.ops.device_order), as from a ``Linear``.
     """
 
     gate: str = dataclasses.field(default="first", kw_only=True)
+    devices: int = dataclasses.field(default=1, kw_only=True)  # type: ignore[misc]
 
     gated: ClassVar[bool] = True
 
@@ -114,11 +136,17 @@ class GatedActivation(Activation):
 
     def out_type(self, x: TensorType) -> TensorType:
         check_value(x.shape[-1] % 2 == 0, str(self), "x", "an even last dimension (gate and value)", f"shape {x.shape}")
+        expected = f"a multiple of {2 * self.devices} features, of two halves on each of {self.devices} devices"
+        check_value(x.shape[-1] % (2 * self.devices) == 0, str(self), "x", expected, f"shape {x.shape}")
         return TensorType((*x.shape[:-1], x.shape[-1] // 2), x.dtype)
 
     def _halves(self, x32: Array) -> tuple[Array, Array]:
         """(gate, value)."""
-        first, second = jnp.split(x32, 2, axis=-1)
+        if self.devices == 1:
+            first, second = jnp.split(x32, 2, axis=-1)
+        else:
+            halves = jnp.split(device_order.apart(x32, self.devices), 2, axis=-1)
+            first, second = map(device_order.joined, halves)
         return (first, second) if self.gate == "first" else (second, first)
 
     def _compute(self, x32: Array) -> Array:

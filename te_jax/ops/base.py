@@ -54,12 +54,15 @@ class ParamSpec:
     """A parameter an op wants: ``shape``, ``init(key, shape, dtype)``; its dtype is the chain's ``param_dtype``.
 
     ``kept``: the shape in which it is kept, of as many elements in the same order; None: ``shape``.
+    ``devices``: above 1 the op wants the halves that are kept, [..., 2, F], in the order of so many devices
+    (te_jax.ops.device_order).
     """
 
     name: str
     shape: tuple[int, ...]
     init: Initializer
     kept: tuple[int, ...] | None = None
+    devices: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

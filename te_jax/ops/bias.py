@@ -12,13 +12,17 @@ from te_jax.ops.base import BackwardContext, ForwardContext, Initializer, Op, Pa
 
 @dataclasses.dataclass(frozen=True)
 class Bias(Op):
-    """Adds a bias over the last dimension. Parameter ``bias`` [C], kept as ``kept_features`` if these are given."""
+    """Adds a bias over the last dimension. Parameter ``bias`` [C].
+
+    ``kept_features``, ``devices``: as of the linear before it.
+    """
 
     init: Initializer = initializers.zeros
     kept_features: tuple[int, ...] | None = None
+    devices: int = 1
 
     def params(self, x: TensorType) -> tuple[ParamSpec, ...]:
-        return (ParamSpec("bias", (x.shape[-1],), self.init, self.kept_features),)
+        return (ParamSpec("bias", (x.shape[-1],), self.init, self.kept_features, self.devices),)
 
     def forward(self, ctx: ForwardContext, x: Array) -> Array:
         return x + ctx.params["bias"].astype(x.dtype)

@@ -55,12 +55,15 @@ class BasicLinear(Op):
     ``out_sharding``: a PartitionSpec for the result, on an Auto or Explicit mesh; default: what x and kernel imply.
     ``kept_features``: sizes of which ``features`` is the product: kernel (and bias) are kept as [K, *kept_features], so
     that each part of a fused projection can be split over devices.
+    ``devices``: above 1 features come out in the order of so many devices, of halves that are kept as (2, F)
+    (te_jax.ops.device_order): of whole arrays, split over that many, each then has its own part of both.
     """
 
     features: int
     init: Initializer = dataclasses.field(default=initializers.lecun_normal(), kw_only=True)
     out_sharding: PartitionSpec | None = dataclasses.field(default=None, kw_only=True)
     kept_features: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
+    devices: int = dataclasses.field(default=1, kw_only=True)
 
     roles: ClassVar[tuple[str, ...]] = ("x", "kernel", "dy")
     has_main_grad: ClassVar[bool] = True
@@ -71,7 +74,7 @@ class BasicLinear(Op):
     def params(self, x: TensorType) -> tuple[ParamSpec, ...]:
         check_value(x.shape[-1] > 0, "Linear", "x", "at least one feature", f"shape {x.shape}")
         kept = None if self.kept_features is None else (x.shape[-1], *self.kept_features)
-        return (ParamSpec("kernel", (x.shape[-1], self.features), self.init, kept),)
+        return (ParamSpec("kernel", (x.shape[-1], self.features), self.init, kept, self.devices),)
 
     def out_type(self, x: TensorType) -> TensorType:
         return TensorType((*x.shape[:-1], self.features), x.dtype)
@@ -105,19 +108,27 @@ class Linear(Op):
     bias_init: Initializer = dataclasses.field(default=initializers.zeros, kw_only=True)
     out_sharding: PartitionSpec | None = dataclasses.field(default=None, kw_only=True)
     kept_features: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
+    devices: int = dataclasses.field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_linear("Linear", self.features, self.kernel_init, self.bias_init)
         kept = self.kept_features
         expected = f"sizes whose product is {self.features}"
         check_value(kept is None or math.prod(kept) == self.features, "Linear", "kept_features", expected, kept)
+        ok = self.devices == 1 or (kept is not None and len(kept) == 2 and kept[0] == 2 and not kept[1] % self.devices)
+        check_value(ok, "Linear", "devices", "1, or a divisor of F with kept_features=(2, F)", self.devices)
 
     def expand(self) -> tuple[Op, ...]:
         kept = self.kept_features
         linear = BasicLinear(
-            self.features, init=self.kernel_init, out_sharding=self.out_sharding, kept_features=kept, name=self.name
+            self.features,
+            init=self.kernel_init,
+            out_sharding=self.out_sharding,
+            kept_features=kept,
+            devices=self.devices,
+            name=self.name,
         )
-        return (linear, Bias(self.bias_init, kept, name=self.name)) if self.use_bias else (linear,)
+        return (linear, Bias(self.bias_init, kept, self.devices, name=self.name)) if self.use_bias else (linear,)
 
 
 def _check_linear(name: str, features: Any, *inits: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from te_jax.fusion.pattern import Rule, Window, slot
 from te_jax.fusion.rules.linear import why_no_fp8_gemm
+from te_jax.fusion.rules.producer import why_not_halves
 from te_jax.ops import linear
 from te_jax.ops.activation import ACTIVATIONS, GatedActivation
 from te_jax.ops.bias import Bias
@@ -44,6 +45,8 @@ class ActivationGradQuantize:
 
 def _condition(window: Window) -> str | None:
     if (reason := why_no_fp8_gemm(window.info(0))) is not None:
+        return reason
+    if (reason := why_not_halves(window.info(2), window.info(0))) is not None:
         return reason
     activation, half = window.info(2), window.info(2).x_type.shape[-1] // 2
     gated = isinstance(activation.op, GatedActivation)

@@ -14,7 +14,7 @@ from typing import Any
 
 from te_jax.fusion.pattern import Rule, Window, slot
 from te_jax.fusion.rules.linear import why_no_fp8_gemm
-from te_jax.fusion.rules.producer import ACTIVATIONS
+from te_jax.fusion.rules.producer import ACTIVATIONS, why_not_halves
 from te_jax.ops import grouped_linear
 from te_jax.ops.base import LinkInfo
 from te_jax.ops.grouped_linear import GroupedLinear, GroupedTensor
@@ -71,12 +71,12 @@ def _why_not_by_group(info: LinkInfo) -> str | None:
 
 
 def _forward_condition(window: Window) -> str | None:
-    return _why_not_by_group(window.info(1))
+    return _why_not_by_group(window.info(1)) or why_not_halves(window.info(0), window.info(1))
 
 
 def _backward_condition(window: Window) -> str | None:
     info = window.info(0)
-    if (reason := _why_not_by_group(info)) is not None:
+    if (reason := _why_not_by_group(info) or why_not_halves(window.info(1), info)) is not None:
         return reason
     if any(spec.name == "bias" for spec in info.op.params(info.x_type)):
         return "the gradient of a bias of groups is taken from the cotangent in high precision"

@@ -11,12 +11,14 @@ from typing import Any, ClassVar
 from te_jax.errors import required
 from te_jax.fusion.pattern import Rule, Window, slot
 from te_jax.fusion.rules.linear import why_no_fp8_gemm
-from te_jax.ops import linear
+from te_jax.ops import device_order, linear
 from te_jax.ops.activation import ACTIVATIONS
+from te_jax.ops.base import LinkInfo
 from te_jax.ops.linear import BasicLinear
 from te_jax.ops.norm import NORMS
 from te_jax.ops.residual import MakeExtraOutput
 from te_jax.quant.tensor import QTensor
+from te_jax.recipe import BlockScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +52,17 @@ class ProducerQuantize:
         return linear.as_qtensor(consumer, "x", out, x.dtype)
 
 
+def why_not_halves(activation: LinkInfo, consumer: LinkInfo) -> str | None:
+    """Why an activation of halves in the order of devices doesn't write what a linear next to it reads."""
+    if device_order.devices_of(activation.op) == 1:
+        return None
+    if isinstance(consumer.recipe, BlockScaling):
+        return "blocks of scales would be of one device's halves each"
+    return None if consumer.op.groups is None else "halves in the order of devices are not of groups"
+
+
 def _condition(window: Window) -> str | None:
-    return why_no_fp8_gemm(window.info(2))
+    return why_no_fp8_gemm(window.info(2)) or why_not_halves(window.info(0), window.info(2))
 
 
 def _step(window: Window) -> ProducerQuantize:

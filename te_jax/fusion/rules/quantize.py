@@ -15,6 +15,7 @@ from typing import Any
 
 from te_jax.fusion.pattern import Rule, Window, slot
 from te_jax.fusion.rules.linear import why_no_fp8_gemm
+from te_jax.fusion.rules.producer import why_not_halves
 from te_jax.ops import linear
 from te_jax.ops.activation import ACTIVATIONS
 from te_jax.ops.linear import BasicLinear
@@ -83,7 +84,7 @@ def _forward_condition(window: Window) -> str | None:
 
 
 def _through_condition(window: Window) -> str | None:
-    return _why_not(window, quantize=1, consumer=2, role="x")
+    return _why_not(window, quantize=1, consumer=2, role="x") or why_not_halves(window.info(0), window.info(2))
 
 
 def _backward_condition(window: Window) -> str | None:
