@@ -278,7 +278,9 @@ class RunVariables(nn.Module, kw_only=True):
             kept = self._kept_shape(scope)
             buffer.check(name, TensorType(kept, kernel.dtype))
             if kept != kernel.shape:
-                buffer = dataclasses.replace(buffer, buffer=device_order.as_wanted(buffer.buffer, kernel.shape, orders[scope]))
+                buffer = dataclasses.replace(
+                    buffer, buffer=device_order.as_wanted(buffer.buffer, kernel.shape, orders[scope])
+                )
             if buffer.mode == "try" and shared:
                 buffer.first_use()  # which is the second
                 continue

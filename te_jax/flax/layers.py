@@ -20,9 +20,13 @@ def norm_op(kind: str, epsilon: float, *, name: str, caller: str):
 
 
 def activation_op(kind: str, *, name: str, caller: str, devices: int = 1):
-    """The activation op called ``kind``; a gated one of x in the order of ``devices``. Raises ValueError naming ``caller`` if there is none."""
+    """The activation op called ``kind``; a gated one of x in the order of ``devices`` (te_jax.ops.device_order).
+
+    Raises ValueError naming ``caller`` if there is none.
+    """
     _check_known(caller, "activation", kind, _ACTIVATIONS)
-    return _ACTIVATIONS[kind](name=name, **({"devices": devices} if is_gated(kind) else {}))
+    options: dict[str, Any] = {"devices": devices} if is_gated(kind) else {}
+    return _ACTIVATIONS[kind](name=name, **options)
 
 
 def is_gated(activation: str) -> bool:

@@ -109,9 +109,10 @@ class Activation(Op):
             spec = ActivationGradSpec(**self._fields(), **quantizing)
             return primitives.activation_grad(dy, ctx.saved, scale, spec, group_sizes=group_sizes, amax_axes=axes)
         dbias = quantizing.get("dbias", False)
-        spec = ActivationGradSpec(**self._fields(), **quantizing | {"dbias": False} | ({"hp": True} if dbias else {}))
-        parts = (device_order.apart(a, self.devices) for a in (dy, ctx.saved))
-        out = device_order.joined_results(primitives.activation_grad(*parts, scale, spec, amax_axes=axes))
+        wanted: dict[str, Any] = quantizing | {"dbias": False} | ({"hp": True} if dbias else {})
+        spec = ActivationGradSpec(**self._fields(), **wanted)
+        dy, x = (device_order.apart(a, self.devices) for a in (dy, ctx.saved))
+        out = device_order.joined_results(primitives.activation_grad(dy, x, scale, spec, amax_axes=axes))
         if not dbias:
             return out
         hp = required(out.hp, ctx.info.label, "hp")

@@ -1,7 +1,7 @@
 """Halves side by side in the order of devices: of each device its part of the first, then its part of the second.
 
-The halves of [*lead, 2, F], split over F, are two blocks of each device. [*lead, 2 F] in blocks, one of each device, has
-other numbers on it: it takes two devices to bring a gate and its value together. In the order of devices
+The halves of [*lead, 2, F], split over F, are two blocks of each device. [*lead, 2 F] in blocks, one of each device,
+has other numbers on it: a gate and its value are on two devices. In the order of devices
 
   [first of device 0 | second of device 0 | first of device 1 | ...]    each F / devices
 

@@ -1,5 +1,6 @@
 """Modules whose linears are split over devices, against the same on one device: values, gradients, FP8 state."""
 
+import contextlib
 import functools
 
 import flax.errors
@@ -21,8 +22,8 @@ DATA, RANKS = 2, 4
 X = (4, 32, 64)
 
 
-def make_mesh():
-    return jax.make_mesh((DATA, RANKS), ("data", "tp"), axis_types=(AxisType.Auto,) * 2)
+def make_mesh(kind=AxisType.Auto):
+    return jax.make_mesh((DATA, RANKS), ("data", "tp"), axis_types=(kind,) * 2)
 
 
 def gradients(module, axes=()):
@@ -68,8 +69,34 @@ def assert_as_on_one_device(module, *, y_spec, x_spec, tolerance=2e-6):
     }
 
 
-def test_transformer_layer_on_auto_axes():
-    """Without ``shard_map``: variables placed as their boxes say, and all eight products with a collective overlap."""
+def assert_close(got, want, tolerance=2e-6):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error <= tolerance, (jax.tree_util.keystr(path), error)
+
+
+def assert_whole_arrays_as_on_one_device(module, kind):
+    """Without ``shard_map``, on a mesh of that kind, variables placed as their boxes say: gives the program's text."""
+    x, weights = (jax.random.normal(jax.random.key(i), X) for i in range(2))
+    boxed = jax.jit(module.init)(jax.random.key(2), x)
+    specs, variables = nn.get_partition_spec(boxed), nn.unbox(boxed)
+    mesh, split = make_mesh(kind), P("data", "tp")
+    place = lambda tree, specs: jax.device_put(tree, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))  # noqa: E731
+    with jax.set_mesh(mesh):
+        args = place(variables, specs), place(x, split), place(weights, split)
+        compiled = jax.jit(gradients(module)).lower(*args).compile()
+        got = compiled(*args)
+    assert_close(got, jax.jit(gradients(module))(variables, x, weights))
+    return compiled.as_text()
+
+
+KINDS = (AxisType.Auto, AxisType.Explicit)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_transformer_layer_on_whole_arrays(kind):
+    """All eight products with a collective overlap."""
     module = te.flax.TransformerLayer(
         8,
         128,
@@ -79,21 +106,63 @@ def test_transformer_layer_on_auto_axes():
         sequence_parallel=True,
         overlap="overlapped",
     )
-    x, weights = (jax.random.normal(jax.random.key(i), X) for i in range(2))
-    boxed = jax.jit(module.init)(jax.random.key(2), x)
-    specs, variables = nn.get_partition_spec(boxed), nn.unbox(boxed)
-    mesh, split = make_mesh(), P("data", "tp")
-    place = lambda tree, specs: jax.device_put(tree, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))  # noqa: E731
-    with jax.set_mesh(mesh):
-        args = place(variables, specs), place(x, split), place(weights, split)
-        compiled = jax.jit(gradients(module)).lower(*args).compile()
-        got = compiled(*args)
-    want = jax.jit(gradients(module))(variables, x, weights)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        error = np.linalg.norm(a - b) / np.linalg.norm(b)
-        assert error <= 2e-6, (jax.tree_util.keystr(path), error)
-    assert hlo.count_custom_calls(compiled.as_text())["te_jax_collective_gemm"] == 8
+    text = assert_whole_arrays_as_on_one_device(module, kind)
+    assert hlo.count_custom_calls(text)["te_jax_collective_gemm"] == 8
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("recipe", [None, te.DelayedScaling(amax_history_len=2), te.BlockScaling()], ids=str)
+def test_gated_mlp_on_whole_arrays(recipe, kind):
+    """Nothing travels by itself where products overlap, which those of block scaling don't."""
+    module = te.flax.LayerNormMLP(
+        64,
+        128,
+        use_bias=True,
+        bias_init=nn.initializers.normal(1.0),
+        recipe=recipe,
+        tensor_axis="tp",
+        sequence_parallel=True,
+        overlap="overlapped",
+    )
+    text = assert_whole_arrays_as_on_one_device(module, kind)
+    if not isinstance(recipe, te.BlockScaling):
+        assert set(hlo.count_collectives(text)) == {"all-reduce"}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_gated_mlp_on_whole_arrays_in_fp64(kind):
+    """Against NumPy: gate and value are the halves that are kept."""
+    module = te.flax.LayerNormMLP(64, 32, norm="layernorm", tensor_axis="tp", sequence_parallel=True)
+    x = jax.random.normal(jax.random.key(0), X)
+    variables = nn.unbox(jax.jit(module.init)(jax.random.key(2), x))
+    with jax.set_mesh(make_mesh(kind)):
+        y = jax.jit(module.apply)(variables, x)
+    wide = np.asarray(x, np.float64)
+    wide = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-6)
+    fc1, fc2 = (np.asarray(variables["params"][name]["kernel"], np.float64) for name in ("fc1", "fc2"))
+    gate, value = wide @ fc1[:, 0], wide @ fc1[:, 1]
+    want = (gate / (1 + np.exp(-gate)) * value) @ fc2
+    assert_close(y, want)
+
+
+def test_kernels_in_fp8_on_whole_arrays():
+    """Those of ``quantize_kernels`` say in which order they are; those for inference are refused."""
+    module = te.flax.LayerNormMLP(64, 128, recipe=te.CurrentScaling(), tensor_axis="tp")
+    x = jax.random.normal(jax.random.key(0), X)
+    variables = nn.unbox(jax.jit(module.init)(jax.random.key(1), x))
+    want = jax.jit(module.apply)(variables, x)
+    kernels, fp8 = te.quantize_kernels(module, variables, x), te.quantize_params(module, variables, x)
+    with jax.set_mesh(make_mesh()):
+        made = jax.jit(lambda v: te.quantize_kernels(module, v, x))(variables)
+        assert_close(jax.jit(module.apply)({**variables, **made}, x), want)
+        with pytest.raises(ValueError, match=r"LayerNormMLP: fp8_kernels/.*_of_4_devices/.*: expected .*, got none"):
+            jax.jit(module.apply)({**variables, **kernels}, x)
+        with pytest.raises(
+            ValueError, match=r"LayerNormMLP: fc1/kernel: expected one in high precision where the mesh"
+        ):
+            jax.jit(module.apply)(fp8, x)
+    with pytest.raises(ValueError, match=r"LayerNormMLP: fp8_kernels/.*: expected .*, got none"):
+        module.apply({**variables, **made}, x)
 
 
 def test_transformer_layer():
@@ -146,7 +215,8 @@ def test_parameters_of_fused_projections_there_and_back(activation):
         te.flax.join_projections(params, **heads)
 
 
-def test_main_gradients_have_the_shapes_of_kept_parameters():
+@pytest.mark.parametrize("mesh", [False, True], ids=["one device", "mesh"])
+def test_main_gradients_have_the_shapes_of_kept_parameters(mesh):
     module = te.flax.LayerNormMLP(32, 48, tensor_axis="tp", recipe=te.CurrentScaling())
     x = jax.random.normal(jax.random.key(0), (64, 32))
     variables = nn.unbox(module.init(jax.random.key(1), x))
@@ -158,7 +228,9 @@ def test_main_gradients_have_the_shapes_of_kept_parameters():
         step = functools.partial(te.accumulate_gradients, loss, num_microbatches=4, main_grad=main_grad)
         return jax.jit(step)(variables, x)[1]
 
-    got, want = gradients_of(True), gradients_of(False)
+    want = gradients_of(False)
+    with jax.set_mesh(make_mesh()) if mesh else contextlib.nullcontext():
+        got = gradients_of(True)
     assert got["params"]["fc1"]["kernel"].shape == (32, 2, 48)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
 
