@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -53,4 +54,30 @@ def test_no_collective_of_activations(kind):
     # Each of two linears: forward and dgrad with a collective, wgrad without.
     assert (calls["te_jax_collective_gemm"], calls["te_jax_gemm"]) == (4, 2)
     # Gradients are summed over the data axis. No activation travels by itself, of which a device has 2 M elements.
+    assert set(hlo.count_collectives(text)) == {"all-reduce"}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_no_collective_of_a_gated_mlp(kind):
+    """The halves of fc1 are kept as [K, 2, H], split over H, and no matrix moves."""
+    module = te.flax.LayerNormMLP(
+        X[-1], HIDDEN, recipe=te.DelayedScaling(), dtype=jnp.bfloat16, tensor_axis="tp", sequence_parallel=True
+    )
+    mesh = Mesh(np.array(aot.h200(4)).reshape(2, 2), ("data", "tp"), axis_types=(kind, kind))
+    x = jax.ShapeDtypeStruct(X, jnp.bfloat16)
+    boxed = jax.eval_shape(module.init, jax.random.key(0), x)
+    specs, variables = nn.get_partition_spec(boxed), nn.unbox(boxed)
+
+    def placed(leaf, spec):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    def loss(variables, x):
+        return jnp.mean(module.apply(variables, x).astype(jnp.float32) ** 2)
+
+    with jax.set_mesh(mesh):
+        args = jax.tree.map(placed, variables, specs), placed(x, P("data", "tp"))
+        grad = jax.jit(jax.grad(loss, (0, 1)), out_shardings=jax.tree.map(lambda a: a.sharding, args))
+        text = grad.lower(*args).compile(compiler_options=aot.COMPILER_OPTIONS).as_text()
+    calls = hlo.count_custom_calls(text)
+    assert (calls["te_jax_collective_gemm"], calls["te_jax_gemm"]) == (4, 2)
     assert set(hlo.count_collectives(text)) == {"all-reduce"}
