@@ -37,8 +37,9 @@ class LayerNormMLP(ChainModule, kw_only=False):
       residual: whether x is added to the output.
       kernel_init, bias_init: initialisers of fc1 and fc2.
       tensor_axis: the mesh axis of tensor parallelism: fc1 is column-, fc2 row-parallel, inside of ``shard_map`` over
-        it, or with the mesh set (docs/collective.md). fc1's kernel of a gated activation is then kept as [K, 2, hidden_features], its bias as
-        [2, hidden_features]: the same numbers, of which a device has a part of both halves.
+        it, or with the mesh set (docs/collective.md). fc1's kernel of a gated activation is then kept as
+        [K, 2, hidden_features], its bias as [2, hidden_features]: the same numbers, of which a device has a part of
+        both halves.
       sequence_parallel: x and y are split along their last but one dimension over the axis; otherwise they are the same
         on all of its devices.
       overlap: as of ``te.ops.AllGather``.

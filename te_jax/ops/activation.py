@@ -26,7 +26,7 @@ from te_jax import primitives
 from te_jax.errors import check_type, check_value, required
 from te_jax.ops import device_order
 from te_jax.ops.base import BackwardContext, ForwardContext, LinkInfo, Op, TensorType, sum_over_lead
-from te_jax.parallel import mesh
+from te_jax.parallel import explicit, mesh
 from te_jax.primitives.spec import ActivationGradSpec, ActivationSpec
 
 GATES = ("first", "second")
@@ -88,8 +88,11 @@ class Activation(Op):
 
     def backward(self, ctx: BackwardContext, dy: Array) -> Array:
         x = ctx.saved
-        _, vjp = jax.vjp(self._compute, x.astype(jnp.float32))
-        return vjp(dy.astype(jnp.float32))[0].astype(x.dtype)
+        y, vjp = jax.vjp(self._compute, x.astype(jnp.float32))
+        dy = dy.astype(jnp.float32)
+        if mesh.regime(y).explicit:  # a linear in block scaling may have gathered its own
+            dy = explicit.constrain(dy, jax.typeof(y).sharding.spec)
+        return vjp(dy)[0].astype(x.dtype)
 
     def backward_quantized(
         self,
