@@ -83,6 +83,12 @@ MODULES = {
 }
 
 
+def assert_same_sums(got, want):
+    """Equal but for the order of sums (of bias gradients), which XLA chooses for each program."""
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-20 * np.abs(want).max())
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_loss_gradients_and_fp8_state_are_those_of_linen(name):
     make_linen, make_nnx, x_spec = MODULES[name]
@@ -97,7 +103,7 @@ def test_loss_gradients_and_fp8_state_are_those_of_linen(name):
     want, want_grads = jax.jit(jax.value_and_grad(loss))(variables, X)
     got, grads = nnx.jit(te.nnx.value_and_grad(nnx_loss(x_spec)))(model, X)
     np.testing.assert_array_equal(got, want)
-    assert_trees_identical(nnx.to_pure_dict(grads), want_grads["params"])
+    jax.tree.map(assert_same_sums, nnx.to_pure_dict(grads), want_grads["params"])
     if options["recipe"] is not None:
         state = te.nnx.to_variables(model)[te.state.COLLECTION]
         assert_trees_identical(state, want_grads[te.state.COLLECTION])
