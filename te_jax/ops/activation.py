@@ -90,7 +90,7 @@ class Activation(Op):
         x = ctx.saved
         y, vjp = jax.vjp(self._compute, x.astype(jnp.float32))
         dy = dy.astype(jnp.float32)
-        if mesh.regime(y).explicit:  # a linear in block scaling may have gathered its own
+        if mesh.regime(y).typed:  # a linear in block scaling may have gathered its own
             dy = explicit.constrain(dy, jax.typeof(y).sharding.spec)
         return vjp(dy)[0].astype(x.dtype)
 

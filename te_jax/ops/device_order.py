@@ -13,9 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from te_jax import primitives
+from te_jax.parallel import explicit
 
 
 def devices_of(op: Any) -> int:
@@ -33,7 +34,12 @@ def from_halves(x: Array, devices: int) -> Array:
 
 def as_wanted(kept: Array, shape: tuple[int, ...], devices: int) -> Array:
     """A parameter, or a buffer of its gradient, as an op wants it, of what is kept (``ParamSpec``)."""
-    return from_halves(kept, devices) if devices > 1 else kept.reshape(shape)
+    if devices > 1:
+        return from_halves(kept, devices)
+    lead = len(shape) - 1
+    entries = explicit.spec_entries(kept)
+    merged = (*entries[:lead], explicit.entry(explicit.axes(entries[lead:])))  # also an axis of one device
+    return lax.reshape(kept, shape, out_sharding=explicit.out_sharding(merged, kept))
 
 
 def apart(x: Array, devices: int) -> Array:
