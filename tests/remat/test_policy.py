@@ -13,6 +13,7 @@ from te_jax import compat, doctor
 from te_jax.remat import offload, placement
 
 X = jnp.ones((16, 16))
+SIZES_ARE_TOLD = jax.__version_info__ >= (0, 12) or not getattr(jax.config, "jax_remat3", False)
 
 
 def gradient(policy, name="fc1"):
@@ -68,7 +69,7 @@ def test_names_that_a_program_lacks():
     assert caught[0].filename == __file__
     assert te.remat.report(policy) == {
         "act_input": "never met",
-        "fc1_input": "on the device, 1024 bytes at most",
+        "fc1_input": "on the device, 1024 bytes at most" if SIZES_ARE_TOLD else "on the device",
         "mine": "never met",
         "mine_input": "never met",
     }
@@ -79,6 +80,7 @@ def test_names_that_a_program_lacks():
         te.remat.report(jax.checkpoint_policies.everything_saveable)
 
 
+@pytest.mark.skipif(not SIZES_ARE_TOLD, reason="jax 0.11 with jax_remat3 tells policies no sizes")
 def test_a_size_that_no_tensor_has():
     policy = te.remat.policy(offload=("fc1",), min_bytes=1025)
     with pytest.warns(
