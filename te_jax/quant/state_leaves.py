@@ -28,7 +28,7 @@ lies between max / k and max. A rung that holds the share s of the uses contribu
 mean; one that would contribute more than the mean is a use 2**32 below the others, seen from the other side, and is
 left out. So the newest amax is within half an octave of the true maximum, without reference to any scale, if every
 share is at least 2**-16 and amaxes are within s * 2**31 of each other; of amaxes farther apart the newest may be up to
-1.1 / s times too large, never too small.
+1.1 / s times too large or, if one that is 2**32 below the largest has its slot, as small as the mean.
 
 u = 0 or not finite: unused or new; the quantizer takes the amax of its current tensor ("unseeded", scale 0).
 |parity| != |u|: updates of several steps were mixed, as optimizers with momentum do, or ordinary gradient descent
