@@ -24,12 +24,6 @@ PARALLEL := $(if $(filter 1,$(JOBS)),,-n $(JOBS) --dist loadfile --max-worker-re
 EXTRAS := test,examples$(if $(wildcard /dev/nvidiactl),$(comma)cuda)
 NATIVE := $(wildcard CMakeLists.txt cmake/*.cmake csrc/*/*.cc csrc/*/*.h csrc/*/*/*.cc csrc/*/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 
-# Needs two GPUs of one host and the CUDA module. docs/collective.md says what is measured; ARGS goes to the benchmark.
-two-gpus: $(STAMP)
-	$(BIN)/python -m te_jax.doctor
-	-$(BIN)/python -m pytest -m multigpu -q
-	$(BIN)/python benchmarks/collective.py --out benchmarks/results/collective_jax.jsonl $(ARGS)
-
 .PHONY: setup train test bench two-gpus lint format cpp-test cpp-sanitize native cuda bazel clean
 .DELETE_ON_ERROR:
 
@@ -44,6 +38,12 @@ test: $(STAMP)
 # Needs a GPU with compute capability 9.0 and the CUDA module (`make cuda`). What is measured: docs/performance.md.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/single_gpu.py --out benchmarks/results/single_gpu.jsonl $(ARGS)
+
+# Needs two GPUs of one host and the CUDA module. docs/collective.md says what is measured; ARGS goes to the benchmark.
+two-gpus: $(STAMP)
+	$(BIN)/python -m te_jax.doctor
+	-$(BIN)/python -m pytest -m multigpu -q
+	$(BIN)/python benchmarks/collective.py --out benchmarks/results/collective_jax.jsonl $(ARGS)
 
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
