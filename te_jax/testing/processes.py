@@ -8,9 +8,13 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from te_jax.testing.compiling import xla_flags
 
 
 @dataclasses.dataclass
@@ -87,3 +91,16 @@ def run_together(
             if process.stdout is not None:
                 process.stdout.close()
     return [Process(code, "".join(printed)) for code, printed in zip(codes, lines, strict=True)]
+
+
+def run_pair(program: Any, *arguments: Any, devices: int, timeout_s: float) -> None:
+    """Runs ``python PROGRAM ARGUMENTS... PORT NUMBER`` for the numbers 0 and 1, on so many CPU devices each.
+
+    Asserts that both end well and print "done" last.
+    """
+    command = [sys.executable, *map(str, (program, *arguments, free_port()))]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(devices)}
+    both = run_together([[*command, str(number)] for number in range(2)], timeout_s=timeout_s, env=env)
+    printed = "\n\n".join(process.output for process in both)
+    assert [process.returncode for process in both] == [0, 0], printed
+    assert all(process.output.endswith("done\n") for process in both), printed

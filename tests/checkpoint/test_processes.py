@@ -1,11 +1,5 @@
 """Several processes save one checkpoint together; any number of processes restores it, on any mesh."""
 
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,48 +10,16 @@ from two_processes import RECIPE
 
 from te_jax import checkpoint
 from te_jax.testing.compare import assert_trees_identical
-from te_jax.testing.compiling import xla_flags
+from te_jax.testing.processes import run_pair
 
 SECONDS = 120  # for both; they take about ten
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return one.getsockname()[1]
-
-
-def run_both(directory):
-    """Starts the two processes; whatever happens, none is left."""
-    program = pathlib.Path(two_processes.__file__)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(2)}
-    port = free_port()
-    both = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(directory), str(port), str(process)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=SECONDS)[0] for process in both]
-    finally:
-        for process in both:
-            process.kill()
-            process.communicate()
-    for process, output in zip(both, outputs, strict=True):
-        assert process.returncode == 0, "\n\n".join(outputs)
-        assert output.endswith("done\n"), output
 
 
 def test_two_processes(tmp_path):
     row = Mesh(np.array(jax.devices()[:4]).reshape(4, 1), ("data", "model"))
     variables, opt_state = two_processes.placed(two_processes.content(0), row)
     checkpoint.save(tmp_path, 0, variables, recipe=RECIPE, opt_state=opt_state, extras=two_processes.extras(0))
-    run_both(tmp_path)
+    run_pair(two_processes.__file__, tmp_path, devices=2, timeout_s=SECONDS)
 
     assert checkpoint.latest_step(tmp_path) == 3
     assert checkpoint.describe(tmp_path)["written_by"]["processes"] == 2

@@ -1,11 +1,7 @@
 """te.collective in every mesh regime: values and gradients against NumPy in fp64, what is compiled, and errors."""
 
 import functools
-import os
 import pathlib
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +14,7 @@ from te_jax.collective import plan
 from te_jax.parallel import mesh as mesh_lib
 from te_jax.testing import cases, hlo, oracle, tolerance
 from te_jax.testing.compare import assert_within
-from te_jax.testing.compiling import xla_flags
+from te_jax.testing.processes import run_pair
 
 P = PartitionSpec
 DEVICES = 8
@@ -242,21 +238,7 @@ def test_devices_that_do_not_reach_each_other_take_the_ring():
 
 def test_two_processes():
     """CPU devices of two processes: the ring, forward and backward."""
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        port = one.getsockname()[1]
-    program = pathlib.Path(__file__).with_name("two_processes.py")
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(2)}
-    command = [sys.executable, str(program), str(port)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    both = [subprocess.Popen([*command, str(i)], env=environment, **pipes) for i in range(2)]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in both]
-    finally:
-        for process in both:
-            process.kill()
-    assert [process.returncode for process in both] == [0, 0], "\n\n".join(outputs)
-    assert all(output.rstrip().endswith("done") for output in outputs), outputs
+    run_pair(pathlib.Path(__file__).with_name("two_processes.py"), devices=2, timeout_s=200)
 
 
 # Errors

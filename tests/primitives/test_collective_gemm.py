@@ -2,12 +2,8 @@
 
 import dataclasses
 import functools
-import os
 import pathlib
 import re
-import socket
-import subprocess
-import sys
 import time
 
 import jax
@@ -23,7 +19,7 @@ from te_jax.primitives.collective_schedule import Schedule, arena_bytes, schedul
 from te_jax.quant.block_reference import dequantize_block, from_gemm_layout
 from te_jax.testing import hlo, oracle, tolerance
 from te_jax.testing.compare import assert_trees_identical, assert_within
-from te_jax.testing.compiling import xla_flags
+from te_jax.testing.processes import run_pair
 
 SCATTER, GATHER = "matmul_reduce_scatter", "all_gather_matmul"
 KINDS = pytest.mark.parametrize("kind", [SCATTER, GATHER])
@@ -394,21 +390,7 @@ def test_a_rank_that_does_not_come_is_an_error_on_all_others(kind):
 
 def test_two_processes():
     """CPU devices of several processes share no memory: the plain pair runs."""
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        port = one.getsockname()[1]
-    program = pathlib.Path(__file__).with_name("collective_processes.py")
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(1)}
-    command = [sys.executable, str(program), str(port)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    both = [subprocess.Popen([*command, str(i)], env=environment, **pipes) for i in range(2)]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in both]
-    finally:
-        for process in both:
-            process.kill()
-    assert [process.returncode for process in both] == [0, 0], "\n\n".join(outputs)
-    assert all(output.rstrip().endswith("done") for output in outputs), outputs
+    run_pair(pathlib.Path(__file__).with_name("collective_processes.py"), devices=1, timeout_s=120)
 
 
 # What is refused, and what runs as the plain pair
